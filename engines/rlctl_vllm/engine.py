@@ -276,7 +276,8 @@ class VLLMEngine(ServerEngine):
         self._state.refuse_continue(updating=self._updates.in_place)
         call.accept()
         await self._control.must("/resume", {}, call=call)
-        self._state.paused = PAUSE_MODE_UNSPECIFIED
+        # The own pause ended, too: otherwise the next update would not pause the server.
+        self._state.paused, self._state.holding = PAUSE_MODE_UNSPECIFIED, False
         self._requests.release()
 
     @takes_turn

@@ -29,7 +29,7 @@ simulation.
 
 CAUGHT_BY = {
     "adapter_gate": 1031,
-    "adapter_scope": 1146,
+    "adapter_scope": 1327,
     "adapter_seal": 1031,
     "admission": 1003,
     "at_most_once": 1017,
@@ -53,7 +53,7 @@ CAUGHT_BY = {
     "presumed_abort": 1005,
     "probe": 1019,
     "publish_last": 1006,
-    "quarantine": 2056,
+    "quarantine": 2330,
     "second_stage": 1009,
     "serving_lease": 1038,
     "shielding": 1003,

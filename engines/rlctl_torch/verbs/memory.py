@@ -38,27 +38,38 @@ class Release:
         """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> MemoryReport:
-        """Free the regions. Raises MEMORY_FULL, before any is freed, if the host has no room for the weights."""
+        """Free the regions. Raises, before any is freed, MEMORY_FULL if the host has no room for the weights, and
+        ENGINE_WEDGED if the work beside generation does not end.
+        """
         rank = self._rank
         rank.synchronise()
-        if self._keep and MEMORY_TAG_WEIGHTS in self._tags - rank.released:
-            try:
-                rank.ranks.agree(self._keep_weights)
-            except RlctlError:
-                rank.model.kept = None
-                raise
+        if MEMORY_TAG_WEIGHTS in self._tags - rank.released:
+            self._let_weights_go()
         size = 0
         for tag in sorted(self._tags - rank.released):
-            if tag == MEMORY_TAG_WEIGHTS:
-                rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
-                if rank.weights is Weights.WHOLE and rank.model.kept is None:
-                    rank.weights = Weights.LOST
             size += _free(rank, tag)
             rank.released.add(tag)
         give_back(rank.device)
         return _report(rank, size)
 
-    def _keep_weights(self) -> None:
+    def _let_weights_go(self) -> None:
+        """End the users of the weights and keep a copy on request: all ranks, or none. A copy of an earlier, failed
+        release is dropped: a later resume would restore weights of an earlier version.
+        """
+        rank = self._rank
+        rank.model.kept = None
+        try:
+            rank.ranks.agree(self._prepare)
+        except RlctlError:
+            rank.model.kept = None
+            raise
+        if rank.weights is Weights.WHOLE and rank.model.kept is None:
+            rank.weights = Weights.LOST
+
+    def _prepare(self) -> None:
+        self._rank.beside.end(Reason.MEMORY_RELEASED.error("the weights were released meanwhile"))
+        if not self._keep:
+            return
         shortage = ""
         try:
             self._rank.model.keep()

@@ -13,7 +13,15 @@ from rlctl_servers.updates.own_pause import OwnPause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, OUTCOME_UNKNOWN, PAUSE_MODE_IN_PLACE, MemoryTag
+from rlctl.v1.common_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    OUTCOME_UNKNOWN,
+    PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
+    PAUSE_MODE_UNSPECIFIED,
+    MemoryTag,
+)
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_vllm.state import MODES, TAGS, State
 
@@ -58,7 +66,8 @@ async def resume(
 ) -> MemoryReport:
     """Resume regions that are released; other regions are confirmed.
 
-    vLLM starts generation again once it has all regions, so the present pause is requested again.
+    vLLM starts generation again once it has all regions, so the server is paused again. Requests that started meanwhile
+    are kept: abort would end them, and drain would wait for them.
     """
     regions = state.resume(tags, known)
     if regions:
@@ -68,7 +77,9 @@ async def resume(
         if not state.released:
             state.holding = state.updating and not state.paused
             if state.paused or state.updating:
-                await control.must(f"/pause?{MODES[state.paused or PAUSE_MODE_IN_PLACE]}", {}, call=call)
+                frozen = state.paused in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_IN_PLACE)
+                mode = PAUSE_MODE_IN_PLACE if frozen else PAUSE_MODE_RETRACT
+                await control.must(f"/pause?{MODES[mode]}", {}, call=call)
     else:
         await let_go(control, state, call)
     return _report(state)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from rlctl_torch.model.model import Model
+from rlctl_torch.steps.background import Beside
 from torch_models import greedy, prompt_of
 from torch_source import digest_of, load
 from torch_stage import Stage
@@ -95,6 +96,29 @@ async def test_weights_that_cannot_be_kept_are_not_released(wide: Stage, monkeyp
     monkeypatch.setattr(Model, "keep", full)
     request = ReleaseMemoryRequest(keep_weights=True)
     assert {answer.reason for answer in await wide.ranks(request)} == {Reason.MEMORY_FULL}
+    await wide(ContinueGenerationRequest())
+    assert await wide.tokens(PROMPT, 5) == expected
+
+
+async def test_a_release_that_fails_frees_nothing_and_no_later_resume_restores_its_copy(
+    wide: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await wide.tokens(PROMPT, 5)
+    await wide(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+
+    def stuck(*_: object) -> None:
+        raise Reason.ENGINE_WEDGED.error("the work beside generation does not end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Beside, "end", stuck)
+        answers = await wide.ranks(ReleaseMemoryRequest(keep_weights=True))
+        assert getattr(answers[0], "reason", None) is Reason.ENGINE_WEDGED
+    assert (await wide(ReleaseMemoryRequest(tags=[KV])))[0].bytes > 0, "it was not freed before"
+    await wide(ReleaseMemoryRequest(tags=[WEIGHTS]))
+    for report in await wide(ResumeMemoryRequest()):
+        assert not report.kept
+    assert (await refusal(wide, ContinueGenerationRequest())).reason is Reason.WEIGHTS_STALE, "the weights are lost"
+    await load(wide, wide.config.model_path, abort_all_requests=True)
     await wide(ContinueGenerationRequest())
     assert await wide.tokens(PROMPT, 5) == expected
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rlctl_servers.updates.updates import Updates
@@ -14,19 +17,21 @@ from rlctl_vllm.server.facts import loads
 from rlctl_vllm.state import EVERYTHING, MODES, State
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Call, brings_ranks, engine_class
+from rlctl.engine import Call, EngineConfig, brings_ranks, engine_class
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
     OUTCOME_REJECTED,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
+    PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
+    PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
     Outcome,
     PauseMode,
 )
-from rlctl.v1.verbs_pb2 import PrepareUpdateRequest
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PrepareUpdateRequest
 
 
 def test_it_is_installed_and_brings_its_ranks() -> None:
@@ -159,8 +164,36 @@ async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_ba
     assert not state.stopped
 
 
-@pytest.mark.parametrize("paused", [PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_ABORT])
-async def test_a_resume_of_memory_keeps_the_pause_of_an_update(paused: PauseMode.ValueType) -> None:
+async def test_a_continue_ends_a_pause_of_the_plug_in_s_own(tiny: tuple[Any, Path]) -> None:
+    """Otherwise the next update would take a running server for a paused one."""
+    sent: list[str] = []
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
+            sent.append(path)
+
+    engine: Any = VLLMEngine(EngineConfig(str(tiny[1])), lambda _: None)
+    engine._control, engine._updates, engine._requests = Server(), SimpleNamespace(in_place=False), Mock()
+    engine._check = lambda _: None
+    engine._state = State(holding=True)
+    await engine.continue_generation(ContinueGenerationRequest(), Call("c", math.inf))
+    assert sent == ["/resume"]
+    assert not engine._state.stopped
+
+
+@pytest.mark.parametrize(
+    ("paused", "again"),
+    [
+        (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_IN_PLACE),
+        (PAUSE_MODE_IN_PLACE, PAUSE_MODE_IN_PLACE),
+        (PAUSE_MODE_RETRACT, PAUSE_MODE_RETRACT),
+        (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT),  # requests that started in between are not ended
+        (PAUSE_MODE_DRAIN, PAUSE_MODE_RETRACT),  # and not waited for
+    ],
+)
+async def test_a_resume_of_memory_keeps_the_pause_of_an_update(
+    paused: PauseMode.ValueType, again: PauseMode.ValueType
+) -> None:
     """vLLM goes on when it wakes up."""
     sent: list[str] = []
 
@@ -174,7 +207,7 @@ async def test_a_resume_of_memory_keeps_the_pause_of_an_update(paused: PauseMode
     pause = memory.own_pause(server, state)
     await pause.begin(call)
     await memory.resume(server, state, [], EVERYTHING, call)
-    assert sent[-1].startswith("/pause?")
+    assert sent[-1] == f"/pause?{MODES[again]}"
     assert state.stopped
     await pause.end(call)
     assert (sent[-1] == "/resume", state.stopped) == (not paused, bool(paused))
