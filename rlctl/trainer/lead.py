@@ -174,16 +174,20 @@ class Leading:
         metas = [meta for offered in wire for meta in offered.metas]
         digests = await self._digest(source, metas, last=True)
         self._progress.decided = True
-        operation = await self._fleet.update_weights_from_disk(
-            checkpoint,
-            version=request.version,
-            options=request.options,
-            expected_digest=combined(digests),
-            apply=request.apply,
-            max_unavailable=request.rollout.max_unavailable,
-            model=self._model,
-            timeout_s=deadline - asyncio.get_running_loop().time(),
-        )
+        try:
+            operation = await self._fleet.update_weights_from_disk(
+                checkpoint,
+                version=request.version,
+                options=request.options,
+                expected_digest=combined(digests),
+                apply=request.apply,
+                max_unavailable=request.rollout.max_unavailable,
+                model=self._model,
+                timeout_s=deadline - asyncio.get_running_loop().time(),
+            )
+        except OperationFailed as error:
+            operation = error.operation
+            refuse_unpublished(operation)
         self._sent = Published(operation.weight_version, digests)
         return operation, Sent()
 

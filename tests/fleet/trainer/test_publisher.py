@@ -21,13 +21,17 @@ from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.planner import Planner
+from rlctl.engine import Call
 from rlctl.sdk import aio
+from rlctl.testing import fake_engine
+from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.trainer.bucket_plan import digests_of
 from rlctl.trainer.lead import Leading
 from rlctl.trainer.pending_update import AsyncPending
 from rlctl.trainer.publisher import AsyncPublisher
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
 from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
 from rlctl.v1.verbs_pb2 import TensorDigest
@@ -207,6 +211,23 @@ async def test_a_stage_that_a_version_has_not_come_to_is_named(
             Source(lambda: None), version="three", checkpoint=checkpoint("three"), verify="none"
         )
         assert (result.left_out, caplog.text.count("has not come")) == ({}, 0)
+
+
+async def test_an_update_from_disk_that_a_quorum_serves_is_a_result(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk":
+            raise Reason.CHECKPOINT_NOT_FOUND.error("not on this host", field="model_path")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 1] = fail  # only b has a rank 1
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        source = Source(lambda: None)
+        result = await publisher.update(source, version="two", checkpoint=checkpoint("two"), verify="none", quorum=1)
+        fake_engine.FAULTS.clear()
+    assert result.operation.state == OPERATION_STATE_PARTIAL
+    assert result.version.label == "two"
+    assert set(result.left_out) == {"b"}
 
 
 async def test_a_trainer_whose_ranks_do_not_all_come_can_still_end_and_meets_once(
