@@ -111,17 +111,20 @@ class Authority:
     def ensured(self, path: str, *, hosts: Iterable[str] = ()) -> TlsFiles:
         """Return the certificate of an identity; with the CA's key, issued if missing, renewed in its last third.
 
-        Raises TLS_INVALID if the certificate is missing or unusable, and the CA's key is not here.
+        No certificate outlives the CA. Raises TLS_INVALID if the certificate is missing or unusable, and the CA's key
+        is not here or the CA ends within a day.
         """
         self._ensured[path] = tuple(hosts)
         files = self.files(path)
         if self.key.exists():
             with self._locked():
+                now = datetime.datetime.now(datetime.UTC)
+                days = max(1, min(DAYS, (self._ca().not_valid_after_utc - now).days))
                 try:
-                    usable = files.cert.exists() and not _ends_soon(files)
-                except RlctlError:  # the certificate has expired
+                    usable = files.cert.exists() and not _is_due(files, now, now + datetime.timedelta(days=days))
+                except RlctlError:  # the certificate has expired, or is damaged
                     usable = False
-                return files if usable else self._issue(path, hosts, DAYS, datetime.datetime.now(datetime.UTC))
+                return files if usable else self._issue(path, hosts, days, now)
         if not files.cert.exists():
             raise _invalid(files.cert, "it is missing", f"`rlctl certs issue {self.directory} {path}` where the CA is.")
         read(files)
@@ -193,13 +196,16 @@ def _fleet(path: Path, authority: x509.Certificate) -> str:
     return uri.removeprefix(SCHEME)
 
 
-def _ends_soon(files: TlsFiles) -> bool:
+def _is_due(files: TlsFiles, now: datetime.datetime, next_end: datetime.datetime) -> bool:
+    """Whether a certificate is in its last third, and a new one, which ends at ``next_end``, is valid for a day
+    longer.
+    """
     from cryptography import x509
 
+    read(files)
     certificate = x509.load_pem_x509_certificate(files.cert.read_bytes())
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    read(files)
-    return datetime.datetime.now(datetime.UTC) > ends - (ends - begins) / 3
+    return now > ends - (ends - begins) / 3 and next_end - ends > datetime.timedelta(days=1)
 
 
 def _dns_names(identity: Identity) -> list[Any]:

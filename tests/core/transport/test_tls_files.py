@@ -151,6 +151,22 @@ def test_launchers_issue_what_is_missing_and_renew_in_the_last_third(authority: 
         assert (authority.ensured("stage/a").cert.read_bytes() != made) is renewed, age
 
 
+def test_a_damaged_certificate_is_issued_again(authority: Authority) -> None:
+    files = authority.ensured("stage/a")
+    files.cert.write_text("")
+    assert authority.ensured("stage/a").cert.read_text().startswith("-----BEGIN CERTIFICATE")
+
+
+def test_near_the_end_of_the_ca_certificates_end_with_it(tmp_path: Path) -> None:
+    authority = Authority.init(tmp_path, "lab", days=39)
+    first = authority.issue("stage/a", days=90, begins=days_ago(61)).cert.read_bytes()
+    renewed = authority.ensured("stage/a").cert.read_bytes()
+    assert renewed != first, "it was in its last third"
+    assert authority.ensured("stage/a").cert.read_bytes() == renewed
+    last = authority.issue("stage/b", days=128, begins=days_ago(90)).cert.read_bytes()
+    assert authority.ensured("stage/b").cert.read_bytes() == last, "a new one would end no later"
+
+
 def test_a_supervisor_renews_what_it_has_issued_with_the_same_hosts(authority: Authority) -> None:
     files = authority.ensured("gateway/g", hosts=["10.0.0.5"])
     old = authority.issue("gateway/g", days=90, begins=days_ago(61)).cert.read_bytes()
