@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,8 @@ from rlctl.v1.common_pb2 import EVIDENCE_UNSPECIFIED, OUTCOME_UNKNOWN, WorkerCoo
 from rlctl.v1.control_pb2 import CommandResult
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.worker.worker import Worker
+
+log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
 """Seconds kept back of a command's time, at most a fifth of it, to withdraw a command that is not ordered."""
@@ -175,8 +178,8 @@ class Relay:
                 return
             except TimeoutError:
                 return  # the stream may have the command: a silent rank is UNKNOWN
-            except Exception:  # noqa: BLE001 - an engine that cannot order has failed, and its results say so
-                pass
+            except Exception:
+                log.exception("rank 0 did not order command %s; the ranks withdraw it", call.command_id)
         if not all(r.done() for r in results):
             await self._withdraw(call.command_id)
 

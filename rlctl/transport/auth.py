@@ -27,7 +27,7 @@ from rlctl.transport.tls import identity as tls
 HEADER = "authorization"
 
 ON_BEHALF_OF = "x-rlctl-on-behalf-of"
-"""Principal in whose name a gateway calls. The access file of the called server has the principal's scopes."""
+"""Principal of the gateway's caller. The access file of the called server has the principal's scopes."""
 
 CLIENT, USER = "x-rlctl-client", "x-rlctl-user"
 """``NAME/VERSION`` of the calling program, and its ``user@host``, as stated by the caller."""

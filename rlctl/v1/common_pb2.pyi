@@ -674,9 +674,9 @@ class RequestHeader(_message.Message):
     refuse the option. Default false.
     """
     for_slot: _builtins.str
-    """Slot of the engine at whose own address a client of a dialect made the call. Equal calls for the engines of a model
-    join a single operation with all engines of the model as targets. Read by the coordinator, for group and weight
-    verbs. Empty: the call is for the whole target.
+    """Slot of an engine: a client of a dialect made the call at the engine's own address. Equal calls for the engines of
+    a model join a single operation with all engines of the model as targets. Read by the coordinator, for group and
+    weight verbs. Empty: the call is for the whole target.
     """
     unkeyed: _builtins.bool
     """The caller gave no request_id, and a gateway made this request_id for its own retries. The same body for the same

@@ -53,15 +53,12 @@ class Release:
         return _report(rank, size)
 
     def _let_weights_go(self) -> None:
-        """End the users of the weights and keep a copy on request: all ranks, or none. A copy of an earlier, failed
-        release is dropped: a later resume would restore weights of an earlier version.
-        """
+        """End the users of the weights and keep a copy on request: all ranks, or none."""
         rank = self._rank
-        rank.model.kept = None
         try:
             rank.ranks.agree(self._prepare)
-        except RlctlError:
-            rank.model.kept = None
+        except BaseException:
+            rank.model.kept = None  # a later resume would restore weights of an earlier version
             raise
         if rank.weights is Weights.WHOLE and rank.model.kept is None:
             rank.weights = Weights.LOST

@@ -27,7 +27,7 @@ from rlctl.weights.group.tcp_connections import Endpoint, gloo_endpoint
 from rlctl.weights.group.torch_errors import cause_of
 
 _PREFIX = {"gloo": "cpu", "nccl": "cuda"}
-"""The device with whose name torch prefixes a backend's keys in the store: the first device of the backend."""
+"""First device of a backend. torch prefixes the backend's keys in the store with its name."""
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05

@@ -238,7 +238,7 @@ def _refuse_late(place: Path, sequence: int) -> None:
         later_versions = [path.name for path in source.glob("*-*") if _sequence(path) >= sequence and path != place]
     if later_versions:
         raise Reason.FIELD_INVALID.error(
-            f"sequence {sequence} does not follow what is published in {source}: {max(later_versions)}",
+            f"sequence {sequence} does not follow {max(later_versions)}, which is published in {source}",
             field="sequence",
         )
 

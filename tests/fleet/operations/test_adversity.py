@@ -219,6 +219,25 @@ async def test_an_update_whose_operation_cannot_be_recorded_leaves_nothing_on_re
     await assert_updatable(fleet)
 
 
+@pytest.mark.parametrize("expired", [False, True])
+async def test_no_record_of_an_update_outlives_an_end_that_could_not_be_recorded(
+    fleet: InProcessFleet, *, expired: bool
+) -> None:
+    coordinator = fleet.server.coordinator
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "w1")
+    async with full_disk(fleet, "operation"):
+        assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+    assert [key for key, _ in coordinator._journal.read("update")] == [plan.update_id]
+    if expired:
+        coordinator.operations._retained = 0
+        await coordinator.operations.drop_expired()
+    else:
+        await coordinator.operations.record_ended()
+    assert list(coordinator._journal.read("update")) == []
+
+
 async def test_an_abort_needs_no_journal(fleet: InProcessFleet) -> None:
     plan = await begin(fleet)
     await join(fleet, plan)

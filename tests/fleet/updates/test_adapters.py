@@ -137,6 +137,24 @@ async def test_loaded_at_every_rank_and_served_with_its_version(fleet: InProcess
         assert await not_generated(fleet, slot, "physics") is Reason.ADAPTER_NOT_FOUND
 
 
+async def test_a_full_disk_is_found_before_requests_with_the_adapter_stop(fleet: InProcessFleet) -> None:
+    called: list[str] = []
+
+    async def record(_: FakeEngine, name: str, __: Call) -> None:
+        called.append(name)
+
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "lora")
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = record
+    async with full_disk(fleet):
+        ended = await commit(fleet, plan, digest("lora"))
+    assert ended.error.reason == "JOURNAL_FAILED"
+    assert {result.outcome for result in ended.stage_results} == {OUTCOME_REJECTED}
+    assert "seal_update" not in called
+    assert "abort_update" in called
+
+
 async def test_nothing_is_replaced_unless_every_target_has_read_the_same(
     fleet: InProcessFleet, checkpoint: Checkpoint
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from journal_faults import full_disk
 from updating import (
+    abort,
     begin,
     commit,
     digest,
@@ -177,6 +178,23 @@ async def test_what_targets_answered_counts_for_the_repeat_of_an_attempt_that_wa
             assert (await refusal(retry(fleet, plan))).reason is Reason.JOURNAL_FAILED
         assert (await write(fleet, plan, "w1")).error.reason == Reason.GROUP_FAILED.name
         assert list((await retry(fleet, plan)).lost) == ["b"]
+
+
+async def test_a_retry_that_waits_while_the_update_ends_is_refused(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1, b=1, heal=False) as fleet:
+        coordinator = fleet.server.coordinator
+        plan = await begin(fleet, retries=1, options=v.UpdateOptions(quorum=1))
+        await join(fleet, plan)
+        async with unreachable(fleet, "b"):
+            async with coordinator.roster.publishing:
+                waiting = asyncio.ensure_future(retry(fleet, plan))
+                update = coordinator.updates.get(plan.update_id)
+                await eventually(lambda: update.record.plan.attempt == 2)
+                ended = await abort(fleet, plan)
+                assert ended.error.reason == "CANCELLED"
+            assert (await refusal(waiting)).reason is Reason.CANCELLED
+        assert list(coordinator._journal.read("update")) == []
+        assert [result.slot for result in coordinator.operations.get(plan.update_id).operation.stage_results] == []
 
 
 async def test_an_attempt_that_could_not_be_recorded_is_planned_by_a_repeat(make_fleet: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from updating import begin, digest, fault, refusal, version_of, weights
 from waiting import eventually
 
 from rlctl.contract.errors import Reason
+from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.operations import collective_fanout
 from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.updates import implicit
@@ -392,6 +393,9 @@ async def test_a_flush_is_a_step_of_the_update_that_is_open(fleet: InProcessFlee
     for request in (keyed, v.FlushCacheRequest(header=RequestHeader(target=Target(slots=["a"])))):
         flushed = await fleet.stub.FlushCache(request)
         assert flushed.state == OPERATION_STATE_OK, flushed.error
+    coordinator = fleet.server.coordinator
+    restarted = [Slot(slot.record) for slot in coordinator.roster.slots.values()]
+    assert coordinator.implicit.flushed_in(v.FlushCacheRequest(), restarted), "also of a stage that was restarted"
     assert (await end(fleet)).state == OPERATION_STATE_OK
     assert (await fleet.stub.FlushCache(keyed)).replayed
 

@@ -64,7 +64,7 @@ class Nameless(Caller):
             await self._send(writing)
             self.sim.observer.may_end_early.pop(model, None)
             end = chance.random()
-            if writing.said_partial or (partial and end < 0.9):
+            if writing.omits_as_partial or (partial and end < 0.9):
                 # The tensors that were not written are the base version's: the first stage that serves the version
                 # defines the content for all.
                 self.sim.observer.published.pop((model, sequence), None)
@@ -171,7 +171,7 @@ class _Writing:
         self._kind = verbs_pb2.UPDATE_KIND_UNSPECIFIED
         if chance.random() < 0.1:
             self._kind = chance.choice((verbs_pb2.UPDATE_KIND_FULL, verbs_pb2.UPDATE_KIND_PARTIAL))
-        self.said_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL and len(self._tensors) < len(NAMES)
+        self.omits_as_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL and len(self._tensors) < len(NAMES)
         self._label = tag if chance.random() < 0.2 else ""
         self._together = chance.random() < 0.7
 
