@@ -66,15 +66,16 @@ def of_ranks(verb: Verb, results: Sequence[RankResult], *, mutates: bool) -> Out
 
 
 def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankResult]) -> list[RankResult]:
-    """Return exactly one entry for every rank of a layout, in the layout's order.
+    """Return exactly one entry for every rank of a layout, in the layout's order, then one for each further result.
 
-    A rank without an entry, or with two entries, gets an UNKNOWN entry with the cause. The cause also names
-    ranks outside the layout with an entry. No rank's answer counts for a different rank.
+    A rank without an entry, or with two entries, gets an UNKNOWN entry with the cause. No rank's answer counts for a
+    different rank. A result of a rank outside the layout gets an UNKNOWN entry with the rank's number: the layout is
+    wrong, so the answers may not be those of all ranks.
     """
     if [worker.rank for worker in workers] == [result.coordinates.rank for result in results]:
         return list(results)
     by_rank: dict[int, list[RankResult]] = {worker.rank: [] for worker in workers}
-    unknown_ranks = [r.coordinates.rank for r in results if r.coordinates.rank not in by_rank]
+    outside = [result for result in results if result.coordinates.rank not in by_rank]
     for result in results:
         by_rank.get(result.coordinates.rank, []).append(result)
     entries = []
@@ -84,11 +85,24 @@ def one_per_rank(workers: Sequence[WorkerCoordinates], results: Sequence[RankRes
             entries.append(answers[0])
             continue
         why = f"{len(answers)} answers came under this rank's number" if answers else "no answer came from this rank"
-        if unknown_ranks:
-            why += f"; answers came under ranks that the stage does not have: {unknown_ranks}"
+        if outside:
+            outside_ranks = [result.coordinates.rank for result in outside]
+            why += f"; answers came under ranks that the stage does not have: {outside_ranks}"
         error = Reason.RANK_SILENT.error(why, outcome=OUTCOME_UNKNOWN)
         entries.append(RankResult(coordinates=worker, outcome=OUTCOME_UNKNOWN, error=error.detail()))
-    return entries
+    return entries + [_outside(result) for result in outside]
+
+
+def _outside(result: RankResult) -> RankResult:
+    """Return the entry of a result of a rank that the layout does not have."""
+    if result.error.reason == Reason.ANSWER_INVALID.name and result.outcome == OUTCOME_UNKNOWN:
+        return result  # the entry that the stage has made
+    outcome = Outcome.Name(result.outcome) if result.outcome in Outcome.values() else str(result.outcome)
+    answer = f"{outcome}: {result.error.message}" if result.error.message else outcome
+    error = Reason.ANSWER_INVALID.error(
+        f"rank {result.coordinates.rank} is not in the stage's layout, and answered {answer}", outcome=OUTCOME_UNKNOWN
+    )
+    return RankResult(coordinates=result.coordinates, outcome=OUTCOME_UNKNOWN, error=error.detail())
 
 
 def explain(outcome: Outcome.ValueType, results: Sequence[RankResult]) -> ErrorDetail | None:

@@ -164,6 +164,22 @@ def test_an_answer_under_a_strange_rank_is_named() -> None:
     assert "[7]" in entries[0].error.message
 
 
+def test_an_answer_of_a_rank_outside_the_layout_is_not_lost_when_all_ranks_answered() -> None:
+    workers = [WorkerCoordinates(rank=rank) for rank in range(2)]
+    failed = RankResult(coordinates=WorkerCoordinates(rank=7), outcome=OUTCOME_DIRTY)
+    failed.error.CopyFrom(Reason.ENGINE_FAILED.error("half written").detail())
+    entries = outcomes.one_per_rank(workers, [*ranks(OUTCOME_APPLIED, OUTCOME_APPLIED), failed])
+    assert [(e.coordinates.rank, e.outcome) for e in entries] == [
+        (0, OUTCOME_APPLIED),
+        (1, OUTCOME_APPLIED),
+        (7, OUTCOME_UNKNOWN),
+    ]
+    assert entries[2].error.reason == "ANSWER_INVALID"
+    assert "rank 7 is not in the stage's layout, and answered OUTCOME_DIRTY: half written" in entries[2].error.message
+    assert outcomes.of_ranks(PAUSE, entries, mutates=True) == OUTCOME_UNKNOWN
+    assert outcomes.one_per_rank(workers, entries) == entries  # the coordinator checks again what the stage has checked
+
+
 def test_the_error_is_that_of_a_rank_with_the_outcome_and_not_of_one_that_followed() -> None:
     found = ranks(OUTCOME_REJECTED, OUTCOME_REJECTED)
     found[0].error.CopyFrom(Reason.CANCELLED.error("rank 1 refused").detail())
