@@ -136,8 +136,8 @@ class Healer:
         self._roster.model(model)
         if by_hand:
             self._by_hand.add(model)
-            return
-        self._by_hand.discard(model)
+        else:
+            self._by_hand.discard(model)
         for slot in list(self._roster.slots.values()):
             if slot.model == model:
                 self.look(slot)
@@ -234,14 +234,11 @@ class Healer:
         return healable
 
     def _is_due(self, slot: Slot) -> bool:
-        """Whether a stage is to be healed now.
+        """Whether a stage that needs a heal or lacks an adapter is to be healed now.
 
         A late stage, or a stage that lacks an adapter of the model, is healed at once. After a failed update or heal
         the stage waits first.
         """
-        if not needs_heal(slot) and not self._sources.lacks_adapters(slot):
-            slot.heal_at, slot.heal_time, slot.unhealable = None, None, ""
-            return False
         if slot.state == STAGE_STATE_STALE and slot.late:
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
         if not needs_heal(slot) and slot.heal_at is None:
@@ -259,6 +256,12 @@ class Healer:
         asyncio.get_running_loop().call_later(wait_s + LATER_S, self.look, slot)
         self._roster.changed()
 
+    def _clear(self, slot: Slot, *, unhealable: str) -> None:
+        """Plan no heal of a stage."""
+        if (slot.heal_at, slot.unhealable) != (None, unhealable):
+            slot.heal_at, slot.heal_time, slot.unhealable = None, None, unhealable
+            self._roster.changed()
+
     def abandoned(self, slots: Collection[Slot]) -> None:
         """Heal the targets of a lost owner now, since no next update of that owner can be expected."""
         for slot in slots:
@@ -269,7 +272,14 @@ class Healer:
 
     def look(self, slot: Slot) -> None:
         """Start a heal that is due and that the policy allows. Without a source, record the cause instead."""
-        if slot.model in self._by_hand or self._roster.slots.get(slot.name) is not slot or not self._is_due(slot):
+        if self._roster.slots.get(slot.name) is not slot:
+            return
+        needed = needs_heal(slot) or self._sources.lacks_adapters(slot)
+        if not needed:
+            self._clear(slot, unhealable="")
+        elif slot.model in self._by_hand:
+            self._clear(slot, unhealable=slot.unhealable)
+        if not needed or slot.model in self._by_hand or not self._is_due(slot):
             return
         if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
             return

@@ -19,6 +19,7 @@ from rlctl.contract.fingerprints import fingerprints
 from rlctl.coordinator.fleet import stage_links
 from rlctl.coordinator.healing.healer import HEAL_S, MAKE_WAY_S
 from rlctl.coordinator.journal.sqlite import SqliteJournal
+from rlctl.coordinator.updates.manager import Graces
 from rlctl.engine import Call, EngineInfo
 from rlctl.ports import Delete, Put
 from rlctl.testing import fake_engine
@@ -27,7 +28,7 @@ from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.coordinator_pb2 import HealStageRequest
+from rlctl.v1.coordinator_pb2 import HealStageRequest, SetHealingRequest
 from rlctl.v1.journal_pb2 import ModelRecord, OperationRecord, SlotRecord
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_OK,
@@ -687,6 +688,31 @@ async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpo
         assert "a heal of b could not be verified: its engine gives one answer for all ranks" in error.message
         await fleet.until(lambda _: fleet.stage("b").unhealable)
         assert fleet.stage("b").state == common.STAGE_STATE_STALE
+
+
+async def test_a_stage_of_a_model_that_is_healed_by_hand_keeps_no_cause_and_no_time_of_an_earlier_plan(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=2, graces=Graces(heal_s=60.0)) as fleet:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "sent")
+        await commit(fleet, plan, digest("sent"))
+        for slot in ("a", "b"):
+            await restart(fleet, slot)
+        await fleet.until(lambda stages: all(stage.unhealable for stage in stages))
+        await fleet.stub.SetHealing(SetHealingRequest(model="actor", by_hand=True))
+        assert all(fleet.stage(slot).unhealable for slot in "ab"), "no source has appeared"
+        await from_disk(fleet, checkpoint("two"), "two")
+        await fleet.until(lambda stages: all(stage.routable for stage in stages))
+        await fleet.until(lambda stages: not any(stage.unhealable for stage in stages))
+        await fleet.stub.SetHealing(SetHealingRequest(model="actor"))
+        await dirty(fleet)
+        await fleet.until(lambda stages: all(stage.HasField("heal_time") for stage in stages))
+        await fleet.stub.SetHealing(SetHealingRequest(model="actor", by_hand=True))
+        assert not any(fleet.stage(slot).HasField("heal_time") for slot in "ab"), "no heal is planned"
+        await fleet.stub.SetHealing(SetHealingRequest(model="actor"))
+        await fleet.until(lambda stages: all(stage.HasField("heal_time") for stage in stages))
 
 
 async def test_a_witness_that_is_found_damaged_says_nothing_about_the_version(
