@@ -88,6 +88,9 @@ TOO_HIGH = 1 << 62
 """An epoch that no fleet reaches. A coordinator does not exceed a stage's epoch of this size: stages
 obey no epoch above twice this number, and the journal would keep the epoch forever."""
 
+LASTS_S = 1.0
+"""Age from which a link counts as lasting. The coordinator of an ended link dials again after 0.1 s."""
+
 MOST_REFUSED = 100
 """Most refused slots that are logged."""
 
@@ -642,19 +645,33 @@ class Coordinator:
         """Take over stages that obey the epoch of a different coordinator, by order of an operator."""
         check(request)
         named = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
-        unlinked = [slot for slot in named if not slot.linked]
+        unlinked = await self._without_lasting_link(named)
         attached = {slot.name: await self._ask_who(slot.record.registration.address) for slot in unlinked}
         for index, name in enumerate(request.slots):
             if name in attached:
                 _refuse_epoch(attached[name], f"slots[{index}]")
         epoch = max((stage.report.fleet_epoch for stage in attached.values()), default=0)
         if unlinked and not request.header.validate_only:
-            if epoch > self.roster.epoch:
-                await self._take_over(epoch)
+            await self._take_over(epoch)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ATTACH_S):
                     await self.roster.until(lambda: all(slot.linked for slot in unlinked))
         return self.roster.fleet()
+
+    async def _without_lasting_link(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Return the stages without a link, and the stages whose link is replaced within ``LASTS_S``.
+
+        Two coordinators at the same epoch end each other's links.
+        """
+        links = {slot: slot.commander for slot in slots if slot.linked}
+
+        def replaced() -> list[Slot]:
+            return [slot for slot in slots if not slot.linked or slot.commander is not links.get(slot)]
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LASTS_S):
+                await self.roster.until(lambda: len(replaced()) == len(slots))
+        return replaced()
 
     async def set_healing(self, request: rpc.SetHealingRequest) -> Fleet:
         """Switch automatic heals of a model on or off."""

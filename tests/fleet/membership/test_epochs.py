@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from waiting import eventually
 
 from rlctl.command_stream.commander import Commander
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.coordinator.service import TOO_HIGH
 from rlctl.ports import SystemClock
 from rlctl.stage.state_machine import MOST_AHEAD, MOST_EPOCH
@@ -188,3 +190,24 @@ async def test_no_stage_raises_the_epoch_to_one_that_none_can_follow(
             await coordinator.adopt(fleet.stages["a"].address)
     assert coordinator.roster.epoch == epoch
     assert fleet.stage("b").routable
+
+
+async def test_a_stage_of_two_coordinators_at_one_epoch_is_taken_over(fleet: InProcessFleet, tmp_path: Path) -> None:
+    """A restored copy of a journal comes to the same epoch: both coordinators attach, and each ends the other's link."""
+    ours = fleet.server.coordinator
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(b"".join([part.data async for part in fleet.stub.BackupJournal(c.BackupJournalRequest())]))
+    other = CoordinatorServer(CoordinatorConfig(copy, "127.0.0.1:0"))
+    with contextlib.suppress(RlctlError):
+        await ours._take_over(ours.roster.epoch)
+    await other.start()
+    try:
+        assert other.coordinator.roster.epoch == ours.roster.epoch
+        await eventually(lambda: other.coordinator.roster.slots["a"].linked, 10.0)
+        epoch = ours.roster.epoch
+        answer = await fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["a", "b"]), timeout=30)
+        assert answer.header.fleet_epoch == epoch + 1
+        await is_whole(fleet)
+        await eventually(lambda: all(slot.taken for slot in other.coordinator.roster.slots.values()), 10.0)
+    finally:
+        await other.stop()
