@@ -3,8 +3,9 @@
 A client that addresses single engines calls each engine, although the weights belong to the model. The first call
 starts the operation. Each call for a further engine gets the result once. A request id of the client identifies a
 repeat exactly. Without a request id, an equal body for the same engine is a repeat until a caller has received the
-result. A later call is a new operation. So is a call that comes :data:`JOINED_S` after a result was delivered, or after
-the end of an operation whose callers have all disconnected.
+result, or the acceptance of an operation that has ended since. A later call is a new operation. So is a call that comes
+:data:`JOINED_S` after a result was delivered, or after the end of an operation whose callers have all disconnected or
+received the acceptance.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class _Shared:
         run: the operation, once accepted.
         called: engines with a call; "" for a call without an engine.
         unanswered: engines without an answer.
+        accepted: engines whose caller has received the acceptance. It is their answer once the operation has ended.
         answered_at: time of the first answer, on the clock's ``now``.
     """
 
@@ -40,6 +42,7 @@ class _Shared:
     run: asyncio.Task[Run]
     unanswered: set[str]
     called: set[str] = field(default_factory=set)
+    accepted: set[str] = field(default_factory=set)
     answered_at: float = float("inf")
 
 
@@ -111,7 +114,10 @@ class Joining:
         return engine in shared.unanswered and (unkeyed or engine not in shared.called)
 
     def answered(self, joined: Joined) -> None:
-        """Record that a call has an answer, unless the transport knows that the caller has disconnected."""
+        """Record that a call has an answer, unless the transport knows that the caller has disconnected.
+
+        Before the end of the operation the answer is the acceptance.
+        """
         body = joined.body
         caller, key = CALLER.get(), body_hash(body)
         shared = self._shared.get(key)
@@ -120,8 +126,12 @@ class Joining:
         refused = shared.run.cancelled() or shared.run.exception() is not None
         if refused or shared.run.result() is not joined.run:
             return  # a later operation has the same body
+        engine = body.header.for_slot  # type: ignore[attr-defined]
+        if not joined.run.ended.is_set():
+            shared.accepted.add(engine)
+            return
         shared.answered_at = min(shared.answered_at, self._clock.now())
-        shared.unanswered.discard(body.header.for_slot)  # type: ignore[attr-defined]
+        shared.unanswered.discard(engine)
         if not shared.unanswered:
             del self._shared[key]
 
@@ -135,8 +145,13 @@ class Joining:
 
     def _drop_old(self) -> None:
         old = self._clock.now() - JOINED_S
+        for shared in self._shared.values():
+            if _ended_at(shared.run) < float("inf"):
+                shared.unanswered -= shared.accepted
         self._shared = {
-            key: shared for key, shared in self._shared.items() if min(shared.answered_at, _ended_at(shared.run)) > old
+            key: shared
+            for key, shared in self._shared.items()
+            if shared.unanswered and min(shared.answered_at, _ended_at(shared.run)) > old
         }
 
 

@@ -95,6 +95,36 @@ async def test_a_path_is_read_again_a_minute_after_nobody_heard_of_the_first_tim
     assert weights(fleet) == ["three"] * 3
 
 
+async def test_a_call_that_was_answered_at_its_acceptance_is_joined_until_the_operation_has_ended(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    path = checkpoint("two")
+    reading, go_on = asyncio.Event(), asyncio.Event()
+
+    async def call(slot: str) -> str:
+        request = v.UpdateWeightsFromDiskRequest(header=header(slot), model_path=path, is_async=True)
+        operation_id: str = (await fleet.stub.UpdateWeightsFromDisk(request)).operation_id
+        return operation_id
+
+    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_disk":
+            reading.set()
+            await go_on.wait()
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+    first = await call("a")
+    await reading.wait()
+    later(fleet)
+    assert await call("a") == first, "a repeat"
+    assert await call("b") == first, "the call for the other engine comes more than a minute after the acceptance"
+    go_on.set()
+    await fleet.server.coordinator.operations.get(first).ended.wait()
+    fake_engine.FAULTS.clear()
+    again = await call("a")
+    assert again != first
+    await fleet.server.coordinator.operations.get(again).ended.wait()
+
+
 async def test_a_call_that_joined_is_on_record_when_it_is_answered(
     fleet: InProcessFleet, checkpoint: Checkpoint
 ) -> None:
