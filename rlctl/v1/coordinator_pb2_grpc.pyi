@@ -515,9 +515,9 @@ class CoordinatorServiceStub:
     TakeOverStages: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]
     """Takes over stages that obey the epoch of another fleet's coordinator.
 
-    Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
-    epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
-    coordinator of such a stage is fenced. Waits up to 10 s for the links.
+    Effect: Skips stages whose link to this coordinator lasts for 1 s. If another stage obeys the epoch of this fleet or
+    a higher epoch, the epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made
+    again. The former coordinator of such a stage is fenced. Waits up to 10 s for the links.
     Idempotency: Yes.
     States: Every state.
     Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
@@ -1030,9 +1030,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     TakeOverStages: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
     """Takes over stages that obey the epoch of another fleet's coordinator.
 
-    Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
-    epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
-    coordinator of such a stage is fenced. Waits up to 10 s for the links.
+    Effect: Skips stages whose link to this coordinator lasts for 1 s. If another stage obeys the epoch of this fleet or
+    a higher epoch, the epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made
+    again. The former coordinator of such a stage is fenced. Waits up to 10 s for the links.
     Idempotency: Yes.
     States: Every state.
     Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
@@ -1806,9 +1806,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
         """Takes over stages that obey the epoch of another fleet's coordinator.
 
-        Effect: Skips stages with a link to this coordinator. If another stage obeys a higher epoch than this fleet's, the
-        epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made again. The former
-        coordinator of such a stage is fenced. Waits up to 10 s for the links.
+        Effect: Skips stages whose link to this coordinator lasts for 1 s. If another stage obeys the epoch of this fleet or
+        a higher epoch, the epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made
+        again. The former coordinator of such a stage is fenced. Waits up to 10 s for the links.
         Idempotency: Yes.
         States: Every state.
         Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62

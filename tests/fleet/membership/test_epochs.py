@@ -193,7 +193,7 @@ async def test_no_stage_raises_the_epoch_to_one_that_none_can_follow(
 
 
 async def test_a_stage_of_two_coordinators_at_one_epoch_is_taken_over(fleet: InProcessFleet, tmp_path: Path) -> None:
-    """A restored copy of a journal comes to the same epoch: both coordinators attach, and each ends the other's link."""
+    """A restored copy of a journal comes to the same epoch. Each coordinator ends the link of the other."""
     ours = fleet.server.coordinator
     copy = tmp_path / "copy.db"
     copy.write_bytes(b"".join([part.data async for part in fleet.stub.BackupJournal(c.BackupJournalRequest())]))
