@@ -26,6 +26,7 @@ from rlctl.weights.shards.shard_map import ShardMap
 from rlctl.weights.tensor.buckets import Bucket, room_for, unpack
 from rlctl.weights.tensor.digest import ModelDigest, tensor_digests
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, castable
+from rlctl.weights.tensor.work import memory_full
 
 __all__ = ["ReceiveStats", "Receiver", "SendStats", "send"]
 
@@ -408,4 +409,4 @@ def _enough_memory() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise Reason.MEMORY_FULL.error(str(error).splitlines()[0]) from error
+        raise memory_full(error) from error

@@ -33,13 +33,14 @@ from rlctl.weights.receiver import Receiver
 from rlctl.weights.shards.first_rows import first_rows, rows_of, unknown
 from rlctl.weights.shards.gather import Gathering
 from rlctl.weights.shards.load_hooks import Load, Loading
-from rlctl.weights.shards.rank_exchange import Exchange
+from rlctl.weights.shards.rank_exchange import Exchange, agree_to_go_on
 from rlctl.weights.shards.shard_map import ShardMap, model_digest
 from rlctl.weights.shared_memory import segment as segments
 from rlctl.weights.shared_memory.reader import SegmentReader
 from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.placement import device_id, host_id
 from rlctl.weights.tensor.tensors import TensorMeta, from_proto
+from rlctl.weights.tensor.work import Stop
 from rlctl_servers.ranks.background import Background
 from rlctl_servers.ranks.checks import checksum, refuse_check
 from rlctl_servers.ranks.model import Places, RankModel
@@ -213,10 +214,13 @@ class Rank:
                 raise Reason.FIELD_INVALID.error(f"{meta} is not a tensor of this model", field="buckets")
         report = v.WeightsReport()
         with self._together.exchanging(self._number, timeout_s) as exchange:
-            gathering = Gathering(self._held(exchange).shards, exchange)
+            gathering, stop = Gathering(self._held(exchange).shards, exchange), Stop()
             for meta in metas:
-                agreed(exchange, partial(self._broadcast, request.group_name, gathering.full(meta.name)))
+                full = gathering.full(meta.name, stop)
+                with stop.on_error():
+                    self._broadcast(request.group_name, full)
                 report.tensors += 1
+            agree_to_go_on(exchange, stop)
         return report
 
     def _broadcast(self, name: str, full: torch.Tensor | None) -> None:

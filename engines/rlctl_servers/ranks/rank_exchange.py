@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.weights.group.rank_groups import Groups, Membership
-from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
-from rlctl.weights.shards.shard_map import agree_to_go_on
+from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange, agree_to_go_on
 from rlctl.weights.tensor.work import Stop
 
 Done = TypeVar("Done")
@@ -70,9 +69,7 @@ def agreed(exchange: Exchange, act: Callable[[], Done]) -> Done:
     """Run a step of this rank alone, and return its result. An error of any rank is raised at all ranks."""
     stop = Stop()
     done: list[Done] = []
-    try:
+    with stop.on_error():
         done.append(act())
-    except RlctlError as error:
-        stop.set(error)
     agree_to_go_on(exchange, stop)
     return done[0]

@@ -27,6 +27,7 @@ from rlctl.weights.group.process_group import keep_for_ever
 from rlctl.weights.group.rendezvous import RendezvousEnded, WatchedStore
 from rlctl.weights.group.tcp_connections import Endpoint, cut, of_group
 from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
+from rlctl.weights.tensor.work import memory_full
 from rlctl_torch.steps.step_plan import HEAD_BYTES, Plan, decode, encode, length_of
 
 HEARTBEAT_S = 0.5
@@ -98,7 +99,7 @@ class Council:
         except Broken:
             raise
         except torch.OutOfMemoryError as lacking:
-            error = Reason.MEMORY_FULL.error(str(lacking).splitlines()[0])
+            error = memory_full(lacking)
         except Exception as unforeseen:  # noqa: BLE001 - files and plug-ins may break code in any way
             error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
         if self.size == 1:
@@ -124,9 +125,9 @@ class Council:
 class _CouncilExchange(GroupExchange):
     """Exchange over an engine's own ranks. Here a failure means a lost rank, unlike in a group with other processes."""
 
-    def _wait(self, works: Sequence[Any]) -> None:
+    def _wait(self, starts: Sequence[Callable[[], Any]]) -> None:
         try:
-            super()._wait(works)
+            super()._wait(starts)
         except RlctlError as error:
             raise _lost(self.rank, error.message) from error
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
     CHECK_ACTION_CHECKSUM,
@@ -28,7 +28,8 @@ from rlctl.v1.verbs_pb2 import (
 from rlctl.weights.shards.first_rows import first_rows, rows_of, unknown
 from rlctl.weights.shards.load_hooks import refuse_draft
 from rlctl.weights.shards.mismatch import difference
-from rlctl.weights.shards.shard_map import Shard, ShardMap, agree_to_go_on, model_digest
+from rlctl.weights.shards.rank_exchange import agree_to_go_on
+from rlctl.weights.shards.shard_map import Shard, ShardMap, model_digest
 from rlctl.weights.tensor.digest import RankDigest, rank_digest
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
 from rlctl.weights.tensor.work import Stop
@@ -227,13 +228,8 @@ class _Digesting:
     def _digest_rank(self, report: CheckReport) -> None:
         rank, request = self._rank, self._request
         local: RankDigest | None = None
-        # A rank that must stop does so together with the other ranks, because these may be waiting.
-        try:
+        with self.stop.on_error():
             local = rank_digest(rank.model.module, request.skip_tensors, self.stop)
-        except RlctlError as error:
-            self.stop.set(error)
-        except Exception as error:  # noqa: BLE001 - the error is reported at every rank
-            self.stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
         if not request.HasField("model_digest") or request.model_digest or self._compares:
             complete = len(self._digest_model(report, rank.model.shards, local).shards) == len(rank.model.shards.shards)
             if self._origin is not None and complete:
@@ -265,7 +261,8 @@ class _Digesting:
         with self._council.exchanging() as exchange:
             result = model_digest(selected, exchange, stop=self.stop, known=local_digests, key=self._key)
             if self._request.fingerprints:
-                report.difference.CopyFrom(difference(selected, result, self._request.fingerprints, self._key))
+                with self.stop.on_error():
+                    report.difference.CopyFrom(difference(selected, result, self._request.fingerprints, self._key))
                 agree_to_go_on(exchange, self.stop)
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)

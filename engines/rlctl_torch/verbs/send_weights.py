@@ -17,8 +17,7 @@ from rlctl.v1.verbs_pb2 import SendWeightsRequest, WeightsReport
 from rlctl.weights.group.process_group import WeightGroup
 from rlctl.weights.group.sender import wire_device
 from rlctl.weights.shards.gather import Gathering
-from rlctl.weights.shards.rank_exchange import Exchange
-from rlctl.weights.shards.shard_map import agree_to_go_on
+from rlctl.weights.shards.rank_exchange import Exchange, agree_to_go_on
 from rlctl.weights.tensor.buckets import from_proto
 from rlctl.weights.tensor.work import Stop
 from rlctl_torch.rank import Rank, Weights
@@ -83,11 +82,8 @@ class Send:
             for tensor in self._own_parts(stop) if self._parts else self._full_tensors(exchange, stop):
                 if group is None or stop.cause is not None:
                     continue
-                try:
-                    group.broadcast(tensor.to(wire_device(group, tensor.device)))
-                except RlctlError as error:
-                    stop.set(with_outcome(error, OUTCOME_REJECTED))
-                else:
+                with stop.on_error():
+                    _broadcast(group, tensor)
                     report.tensors += 1
             agree_to_go_on(exchange, stop)
         return report
@@ -95,16 +91,17 @@ class Send:
     def _own_parts(self, stop: Stop) -> Iterator[torch.Tensor]:
         """Yield this rank's parts. Other ranks go at their own pace."""
         for meta in self._metas:
+            with stop.on_error():
+                part = self._rank.model.shards.part_in_place(meta.name).to(meta.dtype).contiguous()
             if stop.cause is not None:
                 return
-            yield self._rank.model.shards.part_in_place(meta.name).to(meta.dtype).contiguous()
+            yield part
 
     def _full_tensors(self, exchange: Exchange, stop: Stop) -> Iterator[torch.Tensor]:
         """Yield all tensors at rank 0. Every rank gathers."""
         gathering = Gathering(self._shards.shards, exchange)
         for meta in self._metas:
-            full = gathering.full(meta.name)
-            agree_to_go_on(exchange, stop)
+            full = gathering.full(meta.name, stop)
             if full is not None:
                 yield full
 
@@ -117,3 +114,11 @@ class Send:
                 owner = f"adapter {self._adapter!r}" if self._adapter else "this model"
                 raise Reason.FIELD_INVALID.error(f"{meta} is not a tensor of {owner}", field="buckets")
         return [self._rank.groups.get(self._group)] if self._parts or self._rank.ranks.rank == 0 else []
+
+
+def _broadcast(group: WeightGroup, tensor: torch.Tensor) -> None:
+    """Broadcast a tensor. A failure leaves this engine's weights as they are."""
+    try:
+        group.broadcast(tensor.to(wire_device(group, tensor.device)))
+    except RlctlError as error:
+        raise with_outcome(error, OUTCOME_REJECTED) from error

@@ -6,16 +6,21 @@ exchange over a torch process group, which must have no other user at the same t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, from_detail
+from rlctl.v1 import common_pb2
 from rlctl.weights.group.torch_errors import cause_of
+from rlctl.weights.tensor.work import Stop
 
 _TAG = 0
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Exchange(Protocol):
@@ -27,12 +32,15 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
-        """Bring every rank's bytes to rank ``dst``.
+    def buffers(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor]:
+        """Return the memory for :meth:`gather`, by rank. Work of this rank alone, which may lack memory.
 
-        ``part`` has this rank's bytes, 1-d uint8; ``sizes`` has the number of bytes of each rank, 0 for none. Returns
-        the parts by rank, on the host, at ``dst``; None elsewhere.
+        ``part`` has this rank's bytes, 1-d uint8; ``sizes`` has the number of bytes of each rank, 0 for none. Ranks
+        other than ``dst`` need a buffer for themselves only.
         """
+
+    def gather(self, buffers: Sequence[torch.Tensor], dst: int) -> None:
+        """Bring every rank's bytes to rank ``dst``, into its buffers."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Bring every rank's data to all ranks; return it by rank. Lengths may differ."""
@@ -44,8 +52,11 @@ class LocalExchange:
     rank = 0
     size = 1
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:  # noqa: ARG002
-        return [part.cpu()]
+    def buffers(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor]:  # noqa: ARG002
+        return [part]
+
+    def gather(self, buffers: Sequence[torch.Tensor], dst: int) -> None:
+        """Return at once: the bytes are here."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -64,20 +75,22 @@ class GroupExchange:
         self.rank: int = group.rank()
         self.size: int = group.size()
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
-        """Gather as :meth:`Exchange.gather`, point to point."""
+    def buffers(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor]:
+        """Allocate as :meth:`Exchange.buffers`, on the group's device."""
         if self.rank != dst:
-            if sizes[self.rank]:
-                self._wait([self._group.send([part.to(self._device).contiguous()], dst, _TAG)])
-            return None
-        parts = [
+            return [part.to(self._device).contiguous() if rank == self.rank else NOTHING for rank in range(self.size)]
+        return [
             part if rank == dst else torch.empty(size, dtype=torch.uint8, device=self._device)
             for rank, size in enumerate(sizes)
         ]
-        self._wait(
-            [self._group.recv([parts[rank]], rank, _TAG) for rank, size in enumerate(sizes) if size and rank != dst]
-        )
-        return [received.cpu() for received in parts]
+
+    def gather(self, buffers: Sequence[torch.Tensor], dst: int) -> None:
+        """Gather as :meth:`Exchange.gather`, point to point."""
+        if self.rank == dst:
+            awaited = [(rank, buffer) for rank, buffer in enumerate(buffers) if rank != dst and buffer.numel()]
+            self._wait([partial(self._group.recv, [buffer], rank, _TAG) for rank, buffer in awaited])
+        elif buffers[self.rank].numel():
+            self._wait([partial(self._group.send, [buffers[self.rank]], dst, _TAG)])
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather as :meth:`Exchange.all_gather_bytes`, padded to the longest."""
@@ -88,12 +101,24 @@ class GroupExchange:
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine, device=self._device) for _ in range(self.size)]
-        self._wait([self._group.allgather([rows], [mine.to(self._device)], AllgatherOptions())])
+        part = mine.to(self._device)
+        self._wait([lambda: self._group.allgather([rows], [part], AllgatherOptions())])
         return [row.cpu() for row in rows]
 
-    def _wait(self, works: Sequence[Any]) -> None:
+    def _wait(self, starts: Sequence[Callable[[], Any]]) -> None:
+        """Start operations of the group, and wait for their ends."""
         try:
-            for work in works:
+            for work in [start() for start in starts]:
                 work.wait()
         except RuntimeError as error:
             raise Reason.GROUP_FAILED.error(f"the ranks of the stage could not exchange: {cause_of(error)}") from error
+
+
+def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
+    """Raise the cause of any rank's stop at every rank. All ranks call together."""
+    cause = stop.cause
+    answers = exchange.all_gather_bytes(b"" if cause is None else cause.detail().SerializeToString())
+    if cause is not None:
+        raise cause
+    for answer in filter(None, answers):
+        raise from_detail(common_pb2.ErrorDetail.FromString(answer))

@@ -16,11 +16,11 @@ from itertools import zip_longest
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.checkpoint.checkpoint import StoredWeights, compare
-from rlctl.weights.shards.gather import Gathering, Job, parts_held
-from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
+from rlctl.weights.shards.gather import Gathering, Job, Transfer, parts_held
+from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange, agree_to_go_on
 from rlctl.weights.tensor.digest import TensorHash, combine, tensor_digests
 from rlctl.weights.tensor.keyed_digest import Sum, identity, keyed_sums
 from rlctl.weights.tensor.slices import Shard, Slice, owners
@@ -178,8 +178,8 @@ def model_digest(
     their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only the sums
     are exchanged.
 
-    Raises the cause of a rank's ``stop``, at every rank; INTERNAL if the ranks' shard maps contradict each other;
-    GROUP_FAILED if the ranks cannot exchange.
+    Raises the cause of a rank's ``stop``, or the error of a rank's own work, at every rank. Raises INTERNAL if the
+    ranks' shard maps contradict each other; GROUP_FAILED if the ranks cannot exchange.
     """
     if key:
         return _keyed_digest(shards, exchange, stop or Stop(), key)
@@ -190,15 +190,8 @@ def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) 
     spreads = Gathering(shards.shards, exchange).spreads
     local_shards = [shards.shards[name] for name in sorted(shards.shards)]
     sums: list[Sum] = []
-    # An error at one rank is raised at every rank. Otherwise the other ranks would wait.
-    try:
+    with stop.on_error():
         sums = keyed_sums(key, local_shards, stop)
-    except RlctlError as error:
-        stop.set(error)
-    except torch.OutOfMemoryError as error:
-        stop.set(Reason.MEMORY_FULL.error((str(error) or "out of memory").splitlines()[0]))
-    except Exception as error:  # noqa: BLE001
-        stop.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
     agree_to_go_on(exchange, stop)
     local_sums = {shard.meta.name: each.words for shard, each in zip(local_shards, sums, strict=True)}
     rank_sums = [json.loads(answer) for answer in exchange.all_gather_bytes(json.dumps(local_sums).encode())]
@@ -267,7 +260,9 @@ class _Digesting:
                 tensors[name] = (self._shards[name].local, spread.meta.dtype)
         digests = {name: self._known[name] for name in tensors if name in self._known and self._spreads[name].whole}
         self._go_on()
-        return digests | tensor_digests({name: tensors[name] for name in tensors.keys() - digests.keys()})
+        with self._stop.on_error():
+            digests |= tensor_digests({name: tensors[name] for name in tensors.keys() - digests.keys()}, self._stop)
+        return digests
 
     def _digest_cut_up(self) -> dict[str, str]:
         """Digest this rank's share of the divided tensors; gather for the other ranks' shares."""
@@ -280,16 +275,26 @@ class _Digesting:
         with ThreadPoolExecutor(usable_cores(), thread_name_prefix="digest") as pool:
             # In every step each rank gathers one batch of its own share; the previous batch is digested meanwhile.
             for step in zip_longest(*(self._batches_of(owner) for owner in range(self._exchange.size))):
-                blocks_by_name: dict[str, list[torch.Tensor]] = {}
-                for owner, batch in enumerate(step):
-                    if batch is not None:
-                        blocks_by_name = self._gathering.gather(batch, owner) or blocks_by_name
+                transfers: list[Transfer] = []
+                with self._stop.on_error():
+                    for owner, batch in enumerate(step):
+                        if batch is not None:
+                            transfers.append(self._gathering.prepare(batch, owner))
+                self._go_on()
+                for transfer in transfers:
+                    self._gathering.exchange(transfer)
+                with self._stop.on_error():
+                    for job in hashing:
+                        job.result()
+                    hashing = [
+                        pool.submit(_take_in, hashes[name], blocks)
+                        for transfer in transfers
+                        if transfer.owner == self._exchange.rank
+                        for name, blocks in self._gathering.blocks(transfer).items()
+                    ]
+            with self._stop.on_error():
                 for job in hashing:
                     job.result()
-                hashing = [pool.submit(_take_in, hashes[name], blocks) for name, blocks in blocks_by_name.items()]
-                self._go_on()
-            for job in hashing:
-                job.result()
         return {name: hash_.hexdigest() for name, hash_ in hashes.items()}
 
     def _batches_of(self, owner: int) -> Iterator[list[Job]]:
@@ -312,16 +317,6 @@ class _Digesting:
     def _go_on(self) -> None:
         """Raise the cause of any rank's stop at every rank."""
         agree_to_go_on(self._exchange, self._stop)
-
-
-def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
-    """Raise the cause of any rank's stop at every rank. All ranks call together."""
-    cause = stop.cause
-    answers = exchange.all_gather_bytes(b"" if cause is None else cause.detail().SerializeToString())
-    if cause is not None:
-        raise cause
-    for answer in filter(None, answers):
-        raise from_detail(common_pb2.ErrorDetail.FromString(answer))
 
 
 def _take_in(hash_: TensorHash, blocks: Sequence[torch.Tensor]) -> None:

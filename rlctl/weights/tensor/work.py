@@ -1,12 +1,14 @@
-"""Work on weights: number of cores, and early end."""
+"""Work on weights: number of cores, early end, and errors."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from rlctl.contract.errors import RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 
 
 def usable_cores() -> int:
@@ -31,3 +33,23 @@ class Stop:
     def check(self) -> None:
         if self.cause is not None:
             raise self.cause
+
+    @contextmanager
+    def on_error(self) -> Iterator[None]:
+        """Set the cause to an error of the block, in place of raising it. For work of one rank among several.
+
+        The other ranks may wait for this rank. It raises the cause where all ranks agree on errors.
+        """
+        try:
+            yield
+        except RlctlError as error:
+            self.set(error)
+        except torch.OutOfMemoryError as error:
+            self.set(memory_full(error))
+        except Exception as error:  # noqa: BLE001 - the cause is raised at every rank
+            self.set(Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}"))
+
+
+def memory_full(error: torch.OutOfMemoryError) -> RlctlError:
+    """Return the error for a device without memory."""
+    return Reason.MEMORY_FULL.error((str(error).strip() or "out of memory").splitlines()[0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlctl_torch.verbs import check_weights
 from torch_source import digest_of, load, prepare, tensors_of
 from torch_stage import Stage, merge, until
 from transformers import AutoModelForCausalLM
@@ -393,6 +394,27 @@ async def test_tensors_that_differ_are_named_with_the_part_of_each_rank(stage: S
     assert [report.difference.part.differs for report in reports] == [True] * len(reports)
     (report, *_) = await check(stage, fingerprints=b"12345678")
     assert (report.difference.count, report.difference.first) == (0, "")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_rank_that_cannot_name_a_difference_takes_the_other_ranks_along(
+    stage: Stage, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for this rank. It has them know its error, and all go on."""
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    if not beside:
+        await stage(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))
+    with monkeypatch.context() as patch:
+        patch.setattr(check_weights, "difference", fails)
+        request = CheckWeightsRequest(fingerprints=b"12345678")
+        answers = await asyncio.wait_for(stage.ranks(request, within=60), 10)
+    assert reasons(answers) == {(Reason.MEMORY_FULL, OUTCOME_REJECTED)}
+    if not beside:
+        await stage(ContinueGenerationRequest())
+    assert (await check(stage))[0].model_digest == digest_of(stage.config.model_path)
 
 
 @pytest.mark.parametrize("prompts", [["1+2="], [[1, 2], [1, "2"]]])

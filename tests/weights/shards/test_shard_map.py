@@ -13,6 +13,7 @@ from weights_helpers import digest_of, filled, full_model, together, tp_map
 from rlctl.contract.errors import Conflict, Internal, InvalidRequest, Reason, RlctlError
 from rlctl.weights.group.process_group import WeightGroup
 from rlctl.weights.shards.gather import Gathering
+from rlctl.weights.shards.rank_exchange import agree_to_go_on
 from rlctl.weights.shards.shard_map import (
     GroupExchange,
     LocalExchange,
@@ -22,7 +23,7 @@ from rlctl.weights.shards.shard_map import (
     Slice,
     model_digest,
 )
-from rlctl.weights.tensor.digest import tensor_digest
+from rlctl.weights.tensor.digest import TensorHash, tensor_digest
 from rlctl.weights.tensor.keyed_digest import Sum, keyed_sums
 from rlctl.weights.tensor.slices import Spread, owners
 from rlctl.weights.tensor.tensors import TensorMeta
@@ -224,7 +225,7 @@ def test_a_full_tensor_comes_together_however_little_of_it_a_rank_holds(
     def brought(rank: int, group: WeightGroup) -> torch.Tensor | None:
         part = parts[rank]
         shards = {} if part is None else {"t": Shard(meta, part.of(full).clone(), part)}
-        return Gathering(shards, GroupExchange(group.process_group)).full("t", owner)
+        return Gathering(shards, GroupExchange(group.process_group)).full("t", Stop(), owner)
 
     found = together(*(partial(brought, rank, group) for rank, group in enumerate(form(2))))
     assert found[1 - owner] is None
@@ -260,7 +261,7 @@ def test_a_keyed_digest_gathers_no_tensor(form: Form) -> None:
     groups = form(2)
 
     class Watched(GroupExchange):
-        def gather(self, part: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
+        def gather(self, buffers: Sequence[torch.Tensor], dst: int) -> None:
             raise AssertionError("a tensor is gathered")
 
     def held(rank: int) -> ShardMap:
@@ -417,3 +418,85 @@ def test_an_error_of_one_rank_ends_a_keyed_digest_at_all(
         return caught.value.reason
 
     assert together(*(partial(attempt, rank) for rank in range(2))) == [reason] * 2
+
+
+class Unreadable(torch.Tensor):
+    """A tensor whose contents cannot be cast: as with memory that lacks."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            raise torch.OutOfMemoryError("no room\nat all")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def unreadable(shards: ShardMap, name: str) -> ShardMap:
+    shard = shards.shards[name]
+    return ShardMap({**shards.shards, name: Shard(shard.meta, shard.local.as_subclass(Unreadable), shard.slice)})
+
+
+@pytest.mark.parametrize("name", ["layer.norm.weight", "layer.q.weight"], ids=["copy", "part"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_read_its_weights_ends_a_digest_at_all(
+    form: Form, name: str, failing: int, key: bytes
+) -> None:
+    """The other rank does not wait in an exchange for its timeout, and reports the cause."""
+    full, groups = full_model(), form(2, broadcast_timeout_s=60.0)
+    maps = [filled(full, rank, 2) for rank in range(2)]
+    maps[failing] = unreadable(maps[failing], name)
+
+    def attempt(rank: int) -> tuple[Reason, str]:
+        with pytest.raises(RlctlError) as caught:
+            model_digest(maps[rank], GroupExchange(groups[rank].process_group), key=key, max_bytes=100)
+        return caught.value.reason, caught.value.message
+
+    assert together(*(partial(attempt, rank) for rank in range(2))) == [(Reason.MEMORY_FULL, "no room")] * 2
+    stayed = together(*(lambda r=r: GroupExchange(groups[r].process_group).all_gather_bytes(b"x") for r in range(2)))
+    assert stayed == [[b"x", b"x"]] * 2, "the ranks are together after the error"
+
+
+@pytest.mark.parametrize("name", ["layer.q.weight", "layer.o.weight"])
+def test_a_rank_that_cannot_hash_its_share_ends_a_digest_at_all(
+    form: Form, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, groups = full_model(), form(2, broadcast_timeout_s=60.0)
+
+    class Defect(TensorHash):
+        def __init__(self, meta: TensorMeta) -> None:
+            super().__init__(meta)
+            self._fails = meta.name == name
+
+        def update(self, data: torch.Tensor) -> None:
+            if self._fails:
+                raise ValueError("defect")
+            super().update(data)
+
+    monkeypatch.setattr("rlctl.weights.shards.shard_map.TensorHash", Defect)
+
+    def attempt(rank: int) -> tuple[Reason, str]:
+        with pytest.raises(RlctlError) as caught:
+            model_digest(filled(full, rank, 2), GroupExchange(groups[rank].process_group), max_bytes=100)
+        return caught.value.reason, caught.value.message
+
+    expected = (Reason.ENGINE_FAILED, "ValueError: defect")
+    assert together(*(partial(attempt, rank) for rank in range(2))) == [expected] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("name", ["layer.norm.weight", "layer.q.weight"], ids=["copy", "part"])
+def test_a_rank_that_cannot_read_a_tensor_ends_a_gather_at_all(form: Form, name: str, failing: int) -> None:
+    full, groups = full_model(), form(2, broadcast_timeout_s=60.0)
+    maps = [filled(full, rank, 2) for rank in range(2)]
+    maps[failing] = unreadable(maps[failing], name)
+
+    def attempt(rank: int) -> Reason:
+        exchange, stop = GroupExchange(groups[rank].process_group), Stop()
+        gathering = Gathering(maps[rank].shards, exchange)
+        try:
+            gathering.full(name, stop, owner=failing)
+            agree_to_go_on(exchange, stop)
+        except RlctlError as error:
+            return error.reason
+        raise AssertionError("no rank has noticed the error")
+
+    assert together(*(partial(attempt, rank) for rank in range(2))) == [Reason.MEMORY_FULL] * 2
