@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlctl.trainer.pending_update import AsyncPending, Pending
     from rlctl.trainer.probe import Probe
     from rlctl.trainer.publisher import AsyncPublisher, Publisher, model_digest, rolling
+    from rlctl.trainer.update_progress import UpdateProgress
     from rlctl.trainer.update_result import UpdateResult
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "RlctlError": "rlctl.contract.errors",
     "RolloutFailed": "rlctl.rollout.sample",
     "RolloutSample": "rlctl.rollout.sample",
+    "UpdateProgress": "rlctl.trainer.update_progress",
     "UpdateResult": "rlctl.trainer.update_result",
     "aio": "rlctl.sdk.aio",
     "connect": "rlctl.sdk.blocking",
@@ -67,6 +69,7 @@ __all__ = [
     "RlctlError",
     "RolloutFailed",
     "RolloutSample",
+    "UpdateProgress",
     "UpdateResult",
     "__version__",
     "aio",

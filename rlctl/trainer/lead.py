@@ -30,7 +30,7 @@ from rlctl.trainer.bucket_plan import (
 )
 from rlctl.trainer.member_streams import Members
 from rlctl.trainer.mismatch_report import blame_ranks, parts_in_question
-from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import STOP_S, Part, Ship, cut_off, detail, explained, refuse_unpublished, stopped
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
@@ -98,7 +98,7 @@ class Leading:
         self._host = host
         self._trainer = trainer
         self._bucket_bytes = bucket_bytes
-        self._progress = Progress()
+        self._state = UpdateState()
         self._going_on = False
         self._local = True
         self._finite = True
@@ -112,7 +112,7 @@ class Leading:
         self,
         source: WeightSource,
         request: BeginWeightUpdateRequest,
-        progress: Progress,
+        state: UpdateState,
         *,
         checkpoint: str,
         finite_only: bool,
@@ -122,8 +122,8 @@ class Leading:
 
         ``finite_only``: refuse weights with values that are not finite.
         """
-        self._progress, self._passes = progress, 0
-        self._going_on = progress.watched
+        self._state, self._passes = state, 0
+        self._going_on = state.watched
         self._finite = finite_only
         request.trainer.CopyFrom(self._trainer)
         deadline = asyncio.get_running_loop().time() + deadline_s
@@ -173,7 +173,8 @@ class Leading:
         wire = fit(self._model, offers, await self._ask_reference(), partial=False)
         metas = [meta for offered in wire for meta in offered.metas]
         digests = await self._digest(source, metas, last=True)
-        self._progress.decided = True
+        self._state.decided = True
+        self._state.update_id = new_uuid7()
         try:
             operation = await self._fleet.update_weights_from_disk(
                 checkpoint,
@@ -184,6 +185,7 @@ class Leading:
                 max_unavailable=request.rollout.max_unavailable,
                 model=self._model,
                 timeout_s=deadline - asyncio.get_running_loop().time(),
+                request_id=self._state.update_id,
             )
         except OperationFailed as error:
             operation = error.operation
@@ -240,6 +242,7 @@ class Leading:
             self._sent.refuse_as_base(request.base.label)
             request.base.CopyFrom(self._sent.version)
         plan = await self._begin(request, deadline)
+        self._state.follow(plan)
         digests: dict[str, str] = {}
         results = [Sent()]
         try:
@@ -282,7 +285,7 @@ class Leading:
             cause = error if isinstance(error, RlctlError) else None
             reason = cause.message if cause else f"{type(error).__name__}: {error}"
             ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline, cause)))
-            self._progress.told = ended
+            self._state.told = ended
             if ended is not None and ended.state == OPERATION_STATE_OK:
                 # The commit was under way: the coordinator has completed the update, and only the answer is missing.
                 self._note(request, ended, digests)
@@ -356,6 +359,7 @@ class Leading:
         deadline: float,
     ) -> list[Sent]:
         """Run an attempt: form the groups, let every source send and every target rank receive."""
+        self._state.follow(plan)
         if not any(offered.metas for offered in wire):
             return [Sent()]
         store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
@@ -398,7 +402,7 @@ class Leading:
 
     def _say_delivered(self) -> None:
         """Tell all ranks that no further attempt needs the weights."""
-        self._progress.sent.set()
+        self._state.sent.set()
         self._members.tell(JoinResponse(delivered=True))
 
     def _in_one_order(self, wire: list[Offered], names: list[list[str]]) -> list[verbs_pb2.TensorBucket]:
@@ -446,7 +450,7 @@ class Leading:
         The first failure ends the attempt at all ranks.
         """
         self._members.tell(JoinResponse(attempt=attempt))
-        own_attempt = asyncio.create_task(self._part.attempt(source, attempt, ship, self._progress))
+        own_attempt = asyncio.create_task(self._part.attempt(source, attempt, ship, self._state))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
         member_results = asyncio.create_task(self._members.sent(attempt.number))
         tasks = {own_attempt, member_results} | ({fleet} if fleet is not None else set())
@@ -499,13 +503,13 @@ class Leading:
 
     async def _commit_batch(self, request: CommitBatchRequest, deadline: float) -> CommitBatchResponse:
         remaining = deadline - asyncio.get_running_loop().time()
-        self._progress.decided = True
+        self._state.decided = True
         answer: CommitBatchResponse = await self._fleet.connection.call("CommitBatch", request, remaining)
         return answer
 
     async def _commit(self, request: CommitWeightUpdateRequest, deadline: float) -> Operation:
         remaining = deadline - asyncio.get_running_loop().time()
-        self._progress.decided = True
+        self._state.decided = True
         operation: Operation = await self._fleet.connection.call("CommitWeightUpdate", request, remaining)
         return operation
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError, from_detail
 from rlctl.trainer.member_streams import Lead
-from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import Part, cut_off, detail, explained, refuse_unpublished, stopped
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import Operation
@@ -27,7 +27,7 @@ _SAYS_LITTLE = (
 
 
 async def follow(
-    lead: Lead, part: Part, source: WeightSource, version: str, update: int, progress: Progress
+    lead: Lead, part: Part, source: WeightSource, version: str, update: int, state: UpdateState
 ) -> tuple[Operation, Sent]:
     """Take part in an update and return the ended operation and this rank's results.
 
@@ -48,7 +48,7 @@ async def follow(
     try:
         if part.source is not None:
             offer.CopyFrom(part.describe(source, version, part.source))
-        offer.goes_on = progress.watched
+        offer.goes_on = state.watched
         offer.local = local_values(source) is not None
         lead.say(update, 0, offer=offer)
         while True:
@@ -58,7 +58,7 @@ async def follow(
                 attempt = None
                 if failure is None:
                     result = ended.result()
-                    progress.decided = True
+                    state.decided = True
                     lead.say(update, number, sent=result)
                 elif cut_off(failure):
                     lead.say(update, number, failed=detail(failure))  # the lead may retry
@@ -75,10 +75,10 @@ async def follow(
             match message.WhichOneof("message"):
                 case "attempt":
                     number = message.attempt.number
-                    progress.decided = message.attempt.published
-                    attempt = asyncio.create_task(part.attempt(source, message.attempt, ship, progress))
+                    state.decided = message.attempt.published
+                    attempt = asyncio.create_task(part.attempt(source, message.attempt, ship, state))
                 case "delivered":
-                    progress.sent.set()
+                    state.sent.set()
                 case "shipped":
                     if shipped is not None and not shipped.done():
                         if message.shipped.HasField("error"):
@@ -97,7 +97,7 @@ async def follow(
                     refuse_unpublished(message.ended)
                     return message.ended, result
     except RlctlError as error:
-        if progress.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
+        if state.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
             error.outcome = OUTCOME_UNKNOWN
         raise
     finally:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.runtime.addresses import join as join_address
-from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import detail
 from rlctl.transport.handlers import generic_handler
 from rlctl.transport.links import DialledLink, GrpcDialer, ServedLink, serve_links
@@ -101,7 +101,7 @@ class Members:
             await self._server.stop(0.5)
 
     @contextlib.contextmanager
-    def update(self, version: str, progress: Progress) -> Iterator[None]:
+    def update(self, version: str, state: UpdateState) -> Iterator[None]:
         """Run the lead's part in an update, and send an error of the update to the members.
 
         If a cancelled update has a version, the members get the ended operation instead.
@@ -110,7 +110,7 @@ class Members:
         try:
             yield
         except BaseException as error:
-            operation = progress.told if isinstance(error, asyncio.CancelledError) else None
+            operation = state.told if isinstance(error, asyncio.CancelledError) else None
             served = operation is not None and bool(operation.weight_version.sequence)
             self.end(JoinResponse(ended=operation) if served else JoinResponse(failed=detail(error)))
             raise

@@ -1,4 +1,4 @@
-"""An update that runs while the trainer continues: progress, waits and cancellation."""
+"""An update that runs while the trainer continues: its state, waits and cancellation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime.event_loops import LoopThread
+from rlctl.trainer.update_progress import ByteCount
 from rlctl.trainer.update_result import UpdateResult
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome
 from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED, OPERATION_STATE_FAILED, Operation
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 from rlctl.weights.tensor.cuda_ordering import Ordering
 
 
-class Progress:
-    """Progress of an update at this trainer rank. Belongs to the publisher's event loop.
+class UpdateState:
+    """State of an update at this trainer rank. Belongs to the publisher's event loop.
 
     Attributes:
         ordering: work of the trainer's stream that precedes the reads of the weights.
@@ -28,6 +30,10 @@ class Progress:
         told: the coordinator's operation after an abort.
         ended: set after the update has ended, with any result.
         watched: the caller continues, and may learn that the tensors were sent before the update has ended.
+        update_id: id of the update at the coordinator; "" before the begin.
+        attempt: number of the attempt, from 1.
+        batch: number of the batch of a rolling update in place; 0: no batches.
+        count: bytes of the present pass at this rank.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None, *, watched: bool = False) -> None:
@@ -39,6 +45,19 @@ class Progress:
         self.told: Operation | None = None
         self.ended = asyncio.Event()
         self.watched = watched
+        self.update_id = ""
+        self.attempt = 1
+        self.batch = 0
+        self.count = ByteCount()
+
+    def follow(self, plan: BeginWeightUpdateResponse) -> None:
+        """Take in the plan of the next attempt or batch."""
+        self.update_id, self.attempt, self.batch = plan.update_id, plan.attempt, plan.batch.number
+
+    def count_to(self, total: int) -> ByteCount:
+        """Begin to count the bytes of a pass."""
+        self.count = ByteCount(total)
+        return self.count
 
     @property
     def outcome(self) -> Outcome.ValueType:
@@ -54,13 +73,13 @@ class AsyncPending:
         ended: done once the update has ended, for waits in other threads.
     """
 
-    def __init__(self, update: Coroutine[Any, Any, UpdateResult], progress: Progress) -> None:
+    def __init__(self, update: Coroutine[Any, Any, UpdateResult], state: UpdateState) -> None:
         """Start the update. Use :meth:`AsyncPublisher.update_async`."""
         self._task = asyncio.create_task(update)
-        self._task.add_done_callback(lambda _: progress.ended.set())
+        self._task.add_done_callback(lambda _: state.ended.set())
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._task.add_done_callback(lambda _: self.ended.set_result(None))
-        self._progress = progress
+        self._state = state
 
     def done(self) -> bool:
         """Return whether the update has ended, with any result."""
@@ -72,7 +91,7 @@ class AsyncPending:
         The version is not served yet. With ``retries``, this waits until every target has received the weights, since
         sources may have to repeat the pass until then. Raises the error of the update.
         """
-        sent_task = asyncio.create_task(self._progress.sent.wait())
+        sent_task = asyncio.create_task(self._state.sent.wait())
         try:
             await asyncio.wait({sent_task, self._task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -91,9 +110,9 @@ class AsyncPending:
         Returns False if the update has ended, is being committed, or (at ranks other than 0) this rank has sent
         everything. The update then continues, and :meth:`wait` gives the result.
         """
-        if self._task.done() or self._progress.decided:
+        if self._task.done() or self._state.decided:
             return False
-        if not self._progress.begun:
+        if not self._state.begun:
             # The other ranks wait for this rank and count this update: the first step here must tell all ranks.
             asyncio.get_running_loop().call_soon(self._task.cancel)
             return True
@@ -109,7 +128,7 @@ class AsyncPending:
     def outcome(self) -> UpdateResult:
         """Return the result of :meth:`wait` for an update that has ended."""
         if self._task.cancelled():
-            raise Reason.CANCELLED.error("the update was cancelled", outcome=self._progress.outcome)
+            raise Reason.CANCELLED.error("the update was cancelled", outcome=self._state.outcome)
         return self._task.result()
 
 

@@ -32,8 +32,9 @@ from rlctl.trainer.bucket_plan import Offered, fit
 from rlctl.trainer.lead import RENEW_S, Leading
 from rlctl.trainer.member import follow
 from rlctl.trainer.member_streams import Lead, Members, share
-from rlctl.trainer.pending_update import AsyncPending, Pending, Progress
+from rlctl.trainer.pending_update import AsyncPending, Pending, UpdateState
 from rlctl.trainer.probe import Probe
+from rlctl.trainer.progress_reports import OnProgress, refuse_unusable, reporting
 from rlctl.trainer.source_rank import STOP_S, Part, stopped
 from rlctl.trainer.traces import traced
 from rlctl.trainer.update_result import UpdateResult
@@ -155,7 +156,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         self._leading: Leading | None = None
         self._lead: Lead | None = None
         self._meeting: asyncio.Task[None] | None = None
-        self._progress: Progress | None = None
+        self._state: UpdateState | None = None
         self._pending: AsyncPending | None = None
         if fleet is not None:
             fleet.publishes(self)
@@ -188,7 +189,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         rollout: RolloutStrategy | None = None,
         deadline_s: float = DEADLINE_S,
         stream: torch.cuda.Stream | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | bool | None = None,
+        state: UpdateState | None = None,
     ) -> UpdateResult:
         """Make ``weights`` the version that the fleet serves.
 
@@ -232,7 +234,13 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 tensors again.
             stream: weights on a GPU are read after the work queued on this stream before the call. None: the caller's
                 current stream.
-            progress: used by :meth:`update_async`; omit.
+            progress: a function that is called with an :class:`~rlctl.trainer.update_progress.UpdateProgress` at each
+                change, at most four times a second, and once more when the version is served. The calls are made one
+                after another in a thread of their own, at rank 0 only. While a call runs, newer reports replace each
+                other; the update waits for no call, except up to 2 s at its end. No call begins after the return. The
+                first exception of the function is logged, and does not disturb the update. True: a line with a bar at
+                stderr, if stderr is a terminal.
+            state: used by :meth:`update_async`; omit.
 
         Raises OperationFailed, with the operation, if the update ended without a version. Raises a different RlctlError
         if the update was refused or a source failed. Every trainer rank raises the error. The version is then not
@@ -244,28 +252,32 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         Raises UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended.
         """
         started = time.perf_counter()
-        if progress is None:
-            progress = self._next(stream)
+        if state is None:
+            state = self._next(stream)
         timeout = duration(deadline_s)  # raises for an invalid time before anything begins
         if not isinstance(version, str):  # for example the number of a step
             raise Reason.FIELD_INVALID.error(f"version is {version!r}; it must be a text", field="version")
+        refuse_unusable(progress)
         if checkpoint and digest not in ("", "sha256"):
             raise Reason.FIELD_CONFLICT.error("a checkpoint is digested by SHA-256", field="digest")
         limit = asyncio.timeout(deadline_s + GRACE_S)
-        self._progress = progress
-        progress.begun = True
+        self._state = state
+        state.begun = True
         try:
-            async with limit:
+            async with (
+                reporting(self._fleet, progress, state, model=self._model, version=version) as report_end,
+                limit,
+            ):
                 await self._meet()
                 if self._lead is not None:
                     with self._lead.update(version) as number:
-                        source = await self._part.read(weights, progress)
-                        operation, totals = await follow(self._lead, self._part, source, version, number, progress)
+                        source = await self._part.read(weights, state)
+                        operation, totals = await follow(self._lead, self._part, source, version, number, state)
                 else:
                     assert self._leading is not None
                     assert self._members is not None
-                    with self._members.update(version, progress):
-                        source = await self._part.read(weights, progress)
+                    with self._members.update(version, state):
+                        source = await self._part.read(weights, state)
                         request = BeginWeightUpdateRequest(
                             header=RequestHeader(timeout=timeout),
                             model=self._model,
@@ -296,12 +308,13 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                             retries=retries,
                         )
                         operation, totals = await self._leading.run(
-                            source, request, progress, checkpoint=checkpoint, finite_only=finite, deadline_s=deadline_s
+                            source, request, state, checkpoint=checkpoint, finite_only=finite, deadline_s=deadline_s
                         )
+                        report_end(operation)
         except TimeoutError:
             if not limit.expired():
                 raise  # raised by the source
-            operation, totals = _in_the_end(progress, deadline_s), Sent()
+            operation, totals = _in_the_end(state, deadline_s), Sent()
         finally:
             try:
                 # The trainer's next collectives must not overlap the collectives of a running pass.
@@ -309,7 +322,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                     async with asyncio.timeout_at(limit.when()):
                         await self._part.settle(STOP_S)
             finally:
-                progress.ended.set()
+                state.ended.set()
         if decode_check and not operation.verification.decode:
             raise Reason.VERIFICATION_UNREACHABLE.error(
                 f"{version} is published, but no decode check was made: the coordinator is of an older release",
@@ -340,25 +353,25 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         mismatch does not name the rank with the wrong part: that takes a further pass through the weights. Raises
         UPDATE_IN_PROGRESS while an earlier update of this publisher has not ended. The waits raise all other errors.
         """
-        progress = self._next(stream, watched=True)
-        update = self.update(weights, version=version, progress=progress, **settings)
-        self._progress, self._pending = progress, AsyncPending(update, progress)
+        state = self._next(stream, watched=True)
+        update = self.update(weights, version=version, state=state, **settings)
+        self._state, self._pending = state, AsyncPending(update, state)
         return self._pending
 
-    def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> Progress:
-        """Return the progress of a new update. One update at a time: groups and segments are reused."""
+    def _next(self, stream: torch.cuda.Stream | None, *, watched: bool = False) -> UpdateState:
+        """Return the state of a new update. One update at a time: groups and segments are reused."""
         if self._fleet is not None:
             self._fleet.connection.check_loop()
-        if self._progress is not None and not self._progress.ended.is_set():
+        if self._state is not None and not self._state.ended.is_set():
             raise Reason.UPDATE_IN_PROGRESS.error(
                 "this publisher's last update has not ended", next_step="Wait for the update, or cancel it."
             )
-        return Progress(trainer_stream(stream), watched=watched)
+        return UpdateState(trainer_stream(stream), watched=watched)
 
     async def committed(self) -> None:
         """Wait for the end of an update whose commit is under way."""
-        if self._progress is not None and self._progress.decided:
-            await self._progress.ended.wait()
+        if self._state is not None and self._state.decided:
+            await self._state.ended.wait()
 
     async def close(self) -> None:
         """Leave the groups. Engines forget an old group when a new group forms.
@@ -418,8 +431,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
 
     def _share(self, group: dist.ProcessGroup, text: str) -> str:
         """Run in a thread, which does not inherit the caller's current device."""
-        assert self._progress is not None
-        with self._progress.ordering.after():
+        assert self._state is not None
+        with self._state.ordering.after():
             return share(group, text)
 
 
@@ -495,15 +508,15 @@ def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> s
     return digest.digest()
 
 
-def _in_the_end(progress: Progress, deadline_s: float) -> Operation:
+def _in_the_end(state: UpdateState, deadline_s: float) -> Operation:
     """Return the operation of an update past the deadline if the version is served. Raises DEADLINE_EXCEEDED."""
-    if progress.told is not None and progress.told.weight_version.sequence:
-        return progress.told
+    if state.told is not None and state.told.weight_version.sequence:
+        return state.told
     message, next_step = f"the update did not end within {deadline_s:g} s", ""
-    if progress.outcome == common_pb2.OUTCOME_UNKNOWN:
+    if state.outcome == common_pb2.OUTCOME_UNKNOWN:
         message += "; it was being committed, and its version may be served"
         next_step = "`rlctl get operations` tells how it ended."
-    raise Reason.DEADLINE_EXCEEDED.error(message, next_step=next_step, outcome=progress.outcome) from None
+    raise Reason.DEADLINE_EXCEEDED.error(message, next_step=next_step, outcome=state.outcome) from None
 
 
 def _kind(

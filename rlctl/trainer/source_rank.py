@@ -20,7 +20,8 @@ import torch
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.contract.vllm_groups import BACKEND
-from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.pending_update import UpdateState
+from rlctl.trainer.update_progress import ByteCount
 from rlctl.trainer.weights_pass import Described, Pass, in_thread
 from rlctl.v1 import common_pb2
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
@@ -108,7 +109,7 @@ class Part:
             ],
         )
 
-    async def read(self, weights: Weights, progress: Progress) -> WeightSource:
+    async def read(self, weights: Weights, state: UpdateState) -> WeightSource:
         """Return the weights as a source, described in a thread.
 
         Describing, and collecting pairs, is the trainer's own code and may gather, hang, or call the fleet. Raises
@@ -118,17 +119,17 @@ class Part:
         self._pass = Pass()
 
         def describe_them() -> WeightSource:
-            with progress.ordering.after():
+            with state.ordering.after():
                 return Described(as_offer(weights))
 
         work, self._under_way = in_thread(describe_them, lambda: None, "rlctl weights")
         return await asyncio.shield(work)
 
-    async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, progress: Progress) -> Sent:
+    async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, state: UpdateState) -> Sent:
         """Run this process's part of an attempt; a cancellation interrupts the work.
 
         In one pass the weights go over the groups and, through ``ship``, to the ranks that share memory. An attempt
-        with neither only digests the weights, or checks for values that are not finite. Sets ``progress.sent`` after
+        with neither only digests the weights, or checks for values that are not finite. Sets ``state.sent`` after
         the last read of the weights, if no further attempt can follow.
 
         Raises GROUP_FAILED, FIELD_INVALID (the weights differ from the offer), ILLEGAL_STATE (the earlier pass hangs),
@@ -146,21 +147,21 @@ class Part:
             shipping[0].result()
 
         def left() -> None:
-            progress.ordering.settle()
+            state.ordering.settle()
             if attempt.last and not stop.is_set():
-                loop.call_soon_threadsafe(progress.sent.set)
+                loop.call_soon_threadsafe(state.sent.set)
 
         passing = self._pass = Pass(weights)
 
         def run() -> Sent:
-            with progress.ordering.after():
+            with state.ordering.after():
                 if attempt.local:
                     return _look(weights, self._announced.parse(attempt.buckets))
-                return self._work(passing, attempt, stop, ship_from_thread, left)
+                return self._work(passing, attempt, stop, ship_from_thread, left, state.count_to)
 
         def finish() -> None:
             if not self._alone and not attempt.local:
-                with progress.ordering.after():
+                with state.ordering.after():
                     passing.finish()
 
         work, self._under_way = in_thread(run, finish, "rlctl update")
@@ -203,8 +204,12 @@ class Part:
         stop: threading.Event,
         ship: Callable[[Sequence[TensorSegment]], None],
         left: Callable[[], None],
+        count_to: Callable[[int], ByteCount],
     ) -> Sent:
-        """Run the attempt in a thread. ``left`` is called after the last read of the weights."""
+        """Run the attempt in a thread. ``left`` is called after the last read of the weights.
+
+        ``count_to`` is called with the bytes to send, before the first byte.
+        """
         if self.source is None:
             for _ in weights.tensors():
                 if stop.is_set():
@@ -217,6 +222,7 @@ class Part:
         if attempt.parts:
             return _digest_parts(weights, attempt, dtypes)
         own_groups = [group for group in attempt.groups if group.source == self.source]
+        shared_bytes = sum(meta.nbytes for meta in _in_dtypes(weights, dtypes)) if attempt.shared_devices else 0
         digest = None if attempt.without_digests else ModelDigest(attempt.digest_key)
         result = Sent()
         started = time.perf_counter()
@@ -225,15 +231,17 @@ class Part:
             started = time.perf_counter()
             passing: list[SentInPassing] = []
             buckets = [[bucket for name, bucket in announced if name == group.name] for group in groups]
+            count = count_to(sum(bucket.nbytes for group_buckets in buckets for bucket in group_buckets) + shared_bytes)
             for group, group_buckets in zip(groups, buckets, strict=True):
                 group.announce(size for bucket in group_buckets for size in bucket.broadcasts)
             for group, group_buckets in zip(groups, buckets, strict=True):
                 # The first group digests the tensors.
-                passing.append(SentInPassing(weights, group_buckets, group, None if passing else digest))
+                own_digest = None if passing else digest
+                passing.append(SentInPassing(weights, group_buckets, group, own_digest, count.add))
                 weights = passing[-1]
             try:
                 if attempt.shared_devices:
-                    result.bytes += self._share(weights, dtypes, attempt, None, ship, left)
+                    result.bytes += self._share(weights, dtypes, attempt, None, ship, left, count)
                 else:
                     deque(weights.tensors(), maxlen=0)
             except BaseException:
@@ -245,7 +253,7 @@ class Part:
                     sent_pass.close()
             result.bytes += sum(sent_pass.bytes for sent_pass in passing)
         elif attempt.shared_devices:
-            result.bytes += self._share(weights, dtypes, attempt, digest, ship, left)
+            result.bytes += self._share(weights, dtypes, attempt, digest, ship, left, count_to(shared_bytes))
         elif digest is not None or attempt.finite:
             for name, tensor in as_announced(weights, dtypes):
                 if attempt.finite and not is_finite(tensor, dtypes[name]):
@@ -269,13 +277,14 @@ class Part:
         digest: ModelDigest | None,
         ship: Callable[[Sequence[TensorSegment]], None],
         left: Callable[[], None],
+        count: ByteCount,
     ) -> int:
         """Copy the weights, in the wire's dtypes, into segments while the ranks read the previous segment.
 
         Returns the bytes.
         """
         segments = self._on(_meeting_place(attempt.shared_devices))
-        wire = [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
+        wire = _in_dtypes(weights, dtypes)
         lease_s = seconds(attempt.timeout)
         written = segments.write(
             weights,
@@ -291,7 +300,7 @@ class Part:
             with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ship") as shipper:
                 sizes = []
                 for segment in written:
-                    deliveries.append(shipper.submit(_deliver, segment, ship, segments))
+                    deliveries.append(shipper.submit(_deliver, segment, ship, segments, count))
                     sizes.append(segment.nbytes)
             for delivery in deliveries:
                 delivery.result()
@@ -347,13 +356,20 @@ def _meeting_place(readers: Sequence[str]) -> torch.device:
     return torch.device(CPU)
 
 
-def _deliver(segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], None], segments: SegmentSender) -> None:
+def _in_dtypes(weights: WeightSource, dtypes: Mapping[str, torch.dtype]) -> list[TensorMeta]:
+    return [TensorMeta(meta.name, dtypes.get(meta.name, meta.dtype), meta.shape) for meta in weights.metas()]
+
+
+def _deliver(
+    segment: SentSegment, ship: Callable[[Sequence[TensorSegment]], None], segments: SegmentSender, count: ByteCount
+) -> None:
     """Let the ranks read a segment. On failure, release the writer that waits for a free segment."""
     try:
         ship(segment.messages)
     except BaseException:
         segments.close()
         raise
+    count.add(segment.nbytes)
     segment.release()
 
 

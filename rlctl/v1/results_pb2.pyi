@@ -533,12 +533,17 @@ class Phase(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    STAGE_COUNT_FIELD_NUMBER: _builtins.int
     kind: Global___PhaseKind.ValueType
     """Kind."""
     steps: _builtins.int
     """Number of steps. A transfer has a step for each request of a source."""
     running: _builtins.bool
     """A step is running. The duration counts until now."""
+    stage_count: _builtins.int
+    """Number of addressed stages, with those that have not answered. 0: the coordinator's own work, or a coordinator of
+    an older release.
+    """
     @_builtins.property
     def start(self) -> _duration_pb2.Duration:
         """Time from the acceptance of the operation to the start of the phase."""
@@ -560,10 +565,11 @@ class Phase(_message.Message):
         steps: _builtins.int = ...,
         stages: _abc.Iterable[Global___StagePhase] | None = ...,
         running: _builtins.bool = ...,
+        stage_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "kind", b"kind", "running", b"running", "stages", b"stages", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "kind", b"kind", "running", b"running", "stage_count", b"stage_count", "stages", b"stages", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.render import timeline, values
 from rlctl.contract.errors import RlctlError
+from rlctl.runtime.progress_line import SILENT_S, ProgressLine, at_terminal
 from rlctl.v1.common_pb2 import StageState
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import Operation
@@ -20,8 +20,6 @@ from rlctl.v1.results_pb2 import Operation
 if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
 
-SILENT_S = 1.0
-"""Most operations end within this time, and show no line."""
 EVERY_S = 0.5
 
 
@@ -31,23 +29,22 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
 
     The line goes to stderr and disappears at the end. No line is shown with --quiet, or if stderr is no terminal.
     """
-    if settings.quiet or not sys.stderr.isatty():
+    if settings.quiet or not at_terminal():
         yield
         return
-    from rich.console import Console
-    from rich.status import Status
-
     ended = threading.Event()
     started = time.monotonic()
-    status = Status("", console=Console(stderr=True, highlight=False, no_color=settings.color == "never"))
+    shown = ProgressLine(color=settings.color != "never")
 
     def show() -> None:
         if ended.wait(SILENT_S):
             return
-        with status:
+        with contextlib.closing(shown):
             while True:
                 with contextlib.suppress(RlctlError):  # not accepted yet, or unreachable: shown at the end
-                    status.update(line(fleet, operation_id, time.monotonic() - started))
+                    operation = fleet.operation(operation_id)
+                    words = line(operation, fleet.status().stages, time.monotonic() - started)
+                    shown.show(words, *timeline.answered(operation))
                 if ended.wait(EVERY_S):
                     return
 
@@ -60,15 +57,11 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
         thread.join()
 
 
-def line(fleet: Fleet, operation_id: str, waited_s: float) -> str:
-    """Return a line such as ``WeightUpdate: 12 s, 1 of 3 stages answered; transfer 8.0s; READY 1, UPDATING 2``.
-
-    Raises as the reads of the fleet.
-    """
-    operation = fleet.operation(operation_id)
+def line(operation: Operation, stages: Iterable[Stage], waited_s: float) -> str:
+    """Return a line such as ``WeightUpdate: 12 s, 0 of 3 stages answered; transfer 8.0s; READY 1, UPDATING 2``."""
     answer_count, targets = len(operation.stage_results), len(operation.targets)
     parts = [f"{operation.verb}: {waited_s:.0f} s, {answer_count} of {targets} stages answered"]
-    return "; ".join([*parts, *timeline.running(operation), states(operation, fleet.status().stages)])
+    return "; ".join([*parts, *timeline.running(operation), states(operation, stages)])
 
 
 def states(operation: Operation, stages: Iterable[Stage]) -> str:

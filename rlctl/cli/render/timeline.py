@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlctl.cli.render import values
 from rlctl.cli.render.tables import Table
 from rlctl.contract.durations import seconds
+from rlctl.runtime.progress_line import size
 from rlctl.v1.common_pb2 import Outcome, Transport, VerificationLevel
 from rlctl.v1.results_pb2 import Operation, OperationState, Phase, PhaseKind, StagePhase
 
@@ -65,9 +66,24 @@ def bars(operation: Operation) -> list[Bar]:
 
 
 def running(operation: Operation) -> list[str]:
-    """Return the running phases, with the times so far."""
-    phases = [phase for phase in operation.timeline.phases if phase.running]
-    return [f"{_name(phase)} {values.duration(phase.duration)}" for phase in phases]
+    """Return the running phases, with the times so far and the numbers of stages that have answered."""
+    return [
+        f"{_name(phase)} {values.duration(phase.duration)}"
+        + (f" ({len(phase.stages)} of {phase.stage_count} stages)" if phase.stage_count else "")
+        for phase in _running(operation)
+    ]
+
+
+def answered(operation: Operation) -> tuple[int, int]:
+    """Return the numbers of stages that have answered and that are addressed: in the running phase, or in all."""
+    for phase in reversed(_running(operation)):
+        if phase.stage_count:
+            return len(phase.stages), phase.stage_count
+    return len(operation.stage_results), len(operation.targets)
+
+
+def _running(operation: Operation) -> list[Phase]:
+    return [phase for phase in operation.timeline.phases if phase.running]
 
 
 def table(operation: Operation) -> Table:
@@ -81,8 +97,8 @@ def table(operation: Operation) -> Table:
             values.elapsed(bar.length_s),
             _drawn(bar, total_s),
             bar.last,
-            _size(bar.moved) if bar.moved else "",
-            f"{_size(round(bar.rate))}/s" if bar.rate else "",
+            size(bar.moved) if bar.moved else "",
+            f"{size(round(bar.rate))}/s" if bar.rate else "",
             bar.note,
         )
         for bar in all_bars
@@ -190,16 +206,6 @@ def _drawn(bar: Bar, total_s: float) -> str:
     return "." * first + ("~" if bar.name == WAIT else "#") * length + "." * (WIDTH - first - length)
 
 
-def _size(number: int) -> str:
-    """Return a size such as 512 B, 1.5 MB, 20 GB."""
-    value = float(number)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{number} B" if unit == "B" else f"{value:.3g} {unit}"
-
-
 def _row(bar: Bar, total_s: float, most: int, level: int = 0) -> str:
     offset, width = 100 * bar.start_s / total_s, max(0.2, 100 * bar.length_s / total_s)
     kind = WAIT if bar.name == WAIT else f"level{level}"
@@ -207,8 +213,8 @@ def _row(bar: Bar, total_s: float, most: int, level: int = 0) -> str:
         bar.name,
         values.elapsed(bar.length_s),
         f"last {bar.last}" if bar.last else "",
-        _size(bar.moved) if bar.moved else "",
-        f"{_size(round(bar.rate))}/s" if bar.rate else "",
+        size(bar.moved) if bar.moved else "",
+        f"{size(round(bar.rate))}/s" if bar.rate else "",
         bar.note,
     ]
     name, *facts = map(_text, cells)

@@ -79,6 +79,7 @@ class _Phase:
     ended_at: float = 0.0
     steps: int = 0
     running: int = 0
+    addressed: set[str] = field(default_factory=set)
     stages: dict[str, _Stage] = field(default_factory=dict)
     message: Phase | None = None
     """The written message, if nothing has changed since."""
@@ -123,6 +124,7 @@ class UpdateTimeline:
             yield lambda _: None
             return
         phase, now = self._begin(kind), self._clock.now
+        phase.addressed.update(slot.name for slot in slots)
         writes = transports() if kind == PHASE_KIND_TRANSFER and verb not in _FROM_DISK else {}
         default = TRANSPORT_DISK if verb in _FROM_DISK else TRANSPORT_UNSPECIFIED
 
@@ -157,7 +159,9 @@ class UpdateTimeline:
             timeline.phases.append(phase.message)
 
     def _message(self, phase: _Phase) -> Phase:
-        written = Phase(kind=phase.kind, steps=phase.steps, running=bool(phase.running))
+        written = Phase(
+            kind=phase.kind, steps=phase.steps, running=bool(phase.running), stage_count=len(phase.addressed)
+        )
         ended_at = self._clock.now() if phase.running else phase.ended_at
         set_duration(written.start, max(0.0, phase.started_at - self._origin))
         set_duration(written.duration, max(0.0, ended_at - phase.started_at))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -68,9 +68,17 @@ class SentInPassing:
     """
 
     def __init__(
-        self, source: WeightSource, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None
+        self,
+        source: WeightSource,
+        buckets: Sequence[Bucket],
+        group: WeightGroup,
+        digest: ModelDigest | None,
+        on_sent: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Prepare the send. Raises FIELD_INVALID for a dtype that a cast would ruin."""
+        """Prepare the send. Raises FIELD_INVALID for a dtype that a cast would ruin.
+
+        ``on_sent`` is called with the bytes of each broadcast after its end, in the sending thread.
+        """
         dtypes = {meta.name: meta.dtype for meta in source.metas()}
         for meta in (meta for bucket in buckets for meta in bucket.metas):
             if not castable(dtypes.get(meta.name, meta.dtype), meta.dtype):
@@ -80,7 +88,7 @@ class SentInPassing:
         self.bytes = 0
         self.stable = is_stable(source)
         self._source = source
-        self._sending = _Sending(buckets, group, digest, stable=self.stable)
+        self._sending = _Sending(buckets, group, digest, on_sent, stable=self.stable)
         self._tensors = self._pass()
 
     def metas(self) -> list[TensorMeta]:
@@ -114,9 +122,16 @@ class _Sending:
     """State of one :func:`send`. The caller's thread takes and packs tensors; another thread broadcasts in order."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], group: WeightGroup, digest: ModelDigest | None, *, stable: bool
+        self,
+        buckets: Sequence[Bucket],
+        group: WeightGroup,
+        digest: ModelDigest | None,
+        on_sent: Callable[[int], None],
+        *,
+        stable: bool,
     ) -> None:
         self.sent = 0
+        self._on_sent = on_sent
         self._group = group
         self._digest = digest
         self._stable = stable
@@ -210,6 +225,7 @@ class _Sending:
         with torch.cuda.stream(self._stream):
             self._group.broadcast(data)
         self.sent += data.nbytes
+        self._on_sent(data.nbytes)
 
     def _take_in(self, digest: ModelDigest, name: str, tensor: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):

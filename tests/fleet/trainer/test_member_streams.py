@@ -12,7 +12,7 @@ from waiting import eventually
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.testing.loopback_links import MemoryLink
 from rlctl.trainer.member_streams import Lead, Members
-from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.pending_update import UpdateState
 from rlctl.v1.trainer_pb2 import JoinRequest, JoinResponse, Offer
 
 
@@ -68,7 +68,7 @@ class Trainer:
 
     async def lead(self, version: str) -> dict[int, str]:
         """The lead's call of update, up to the offers: what each member has come to."""
-        with self.members.update(version, Progress()):
+        with self.members.update(version, UpdateState()):
             return {rank: offer.version for rank, offer in (await self.members.offers()).items()}
 
     async def give_up(self, call: asyncio.Task[JoinResponse]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.trainer import source_rank as parts
-from rlctl.trainer.pending_update import Progress
+from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import Part
 from rlctl.trainer.weights_pass import in_thread
 from rlctl.v1.trainer_pb2 import Attempt
@@ -63,7 +63,7 @@ async def test_whatever_is_raised_ends_the_wait_for_it(raised: type[BaseExceptio
 
 
 async def half_way(part: Part, weights: Gathered) -> asyncio.Task[object]:
-    attempt = asyncio.create_task(part.attempt(weights, Attempt(), nothing, Progress()))
+    attempt = asyncio.create_task(part.attempt(weights, Attempt(), nothing, UpdateState()))
     await asyncio.to_thread(gather_along, weights, TENSORS // 2)
     return attempt
 
@@ -73,7 +73,7 @@ async def test_a_pass_that_is_stopped_goes_on_to_its_end_and_the_next_one_begins
     part = Part("127.0.0.1", None, alone=False)
     stopped = await half_way(part, weights)
     stopped.cancel()
-    again = asyncio.create_task(part.attempt(weights, Attempt(), nothing, Progress()))
+    again = asyncio.create_task(part.attempt(weights, Attempt(), nothing, UpdateState()))
     # The other rank's pass did not fail: it goes to its end, and then a second time through all.
     await asyncio.to_thread(gather_along, weights, TENSORS - TENSORS // 2)
     await asyncio.to_thread(gather_along, weights, TENSORS)
@@ -103,7 +103,7 @@ async def test_a_pass_in_which_nothing_comes_hangs(monkeypatch: pytest.MonkeyPat
     stopped = await half_way(part, weights)
     stopped.cancel()
     with pytest.raises(RlctlError, match="hang") as caught:
-        await part.attempt(weights, Attempt(), nothing, Progress())
+        await part.attempt(weights, Attempt(), nothing, UpdateState())
     assert caught.value.reason is Reason.ILLEGAL_STATE
     weights.gathers.abort()
     assert await part.settle(5)
@@ -141,10 +141,10 @@ async def test_a_pass_that_only_digests_is_of_what_was_announced(
     part = Part("127.0.0.1", 0)
     listed = Attempt(buckets=[to_proto(Bucket(0, Given().metas(), True))])
     with pytest.raises(RlctlError) as caught:
-        await part.attempt(Given(*pairs), listed, nothing, Progress())
+        await part.attempt(Given(*pairs), listed, nothing, UpdateState())
     assert caught.value.reason is Reason.FIELD_INVALID
     assert named in caught.value.message
-    sent = await part.attempt(Given(B, A), listed, nothing, Progress())
+    sent = await part.attempt(Given(B, A), listed, nothing, UpdateState())
     assert [tensor.name for tensor in sent.digests] == ["b", "a"]
 
 
