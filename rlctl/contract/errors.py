@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -259,6 +260,11 @@ class Reason(enum.Enum):
         "Start the engine with --option allowed_roots=DIRECTORY[:DIRECTORY...].",
     )
     DISK_FULL = (Exhausted, "The disk is full.", "Free space, or name a directory on another disk.")
+    TOO_MANY_FILES = (
+        Exhausted,
+        "The process, or its host, has as many open files as it may have.",
+        "Raise the limit of open files (`ulimit -n`), and try again.",
+    )
     VERB_UNKNOWN = (Unsupported, "This version has no such verb.", "")
     # The caller.
     TOKEN_MISSING = (
@@ -554,6 +560,22 @@ def not_written(missing: Sequence[str]) -> RlctlError:
     return Reason.WEIGHTS_INCOMPLETE.error(
         f"{len(missing)} tensors were not written: {names}", metadata={"missing": "\n".join(missing)}
     )
+
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
+
+
+def exhausted(error: BaseException, action: str, field: str = "") -> RlctlError | None:
+    """Return DISK_FULL (space, quota or the maximum file size) or TOO_MANY_FILES for such an OSError; else None.
+
+    ``action``: the failed action, for example "PATH cannot be written".
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in _DISK_FULL | _TOO_MANY_FILES:
+        return None
+    reason = Reason.DISK_FULL if number in _DISK_FULL else Reason.TOO_MANY_FILES
+    return reason.error(f"{action}: {os.strerror(number)}", field=field)
 
 
 def unbound(listen: str, error: OSError, field: str = "listen") -> RlctlError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,3 +126,17 @@ class Background:
 def over(group: WeightGroup, buckets: Sequence[Bucket]) -> list[tuple[WeightGroup, Bucket]]:
     """The buckets as a stream over one group."""
     return [(group, bucket) for bucket in buckets]
+
+
+@contextlib.contextmanager
+def files_left(count: int) -> Iterator[None]:
+    """Let the process open so many further files at a time."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(count + 1)]
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromTensorRequest,
     WeightsReport,
 )
+from rlctl.weights.checkpoint.atomic_write import writing
 from rlctl.weights.checkpoint.checkpoint import Checkpoint, compare
 from rlctl.weights.formats import lora
 from rlctl.weights.shards.load_hooks import refuse_draft
@@ -200,7 +202,7 @@ class Adapters(abc.ABC):
     async def take(self, request: UpdateWeightsFromTensorRequest, call: Call) -> WeightsReport:
         """Copy tensors of an adapter out of shared segments. After the last tensor the server loads the adapter.
 
-        Raises ILLEGAL_STATE, and as :meth:`SentAdapter.take` and :meth:`load`.
+        Raises ILLEGAL_STATE, DISK_FULL, and as :meth:`SentAdapter.take` and :meth:`load`.
         """
         update = opened(self._update, call)
         if update.sent is None:
@@ -213,8 +215,11 @@ class Adapters(abc.ABC):
             error.outcome = OUTCOME_REJECTED  # no serving adapter was changed
             raise
         if not update.sent.missing:
-            with tempfile.TemporaryDirectory(prefix="rlctl-adapter-") as place:
-                await asyncio.to_thread(update.sent.save, Path(place))
+            directory = Path(tempfile.gettempdir())
+            with contextlib.ExitStack() as files:
+                with writing(directory, "segments"):
+                    place = files.enter_context(tempfile.TemporaryDirectory(dir=directory, prefix="rlctl-adapter-"))
+                    await asyncio.to_thread(update.sent.save, Path(place))
                 await self._stage(update, place, call)
         return report
 

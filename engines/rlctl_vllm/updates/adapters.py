@@ -23,7 +23,7 @@ from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.engine import Call
 from rlctl.v1.verbs_pb2 import AdapterConfig
 from rlctl.weights.formats import lora
@@ -76,7 +76,10 @@ class Adapters(adapters.Adapters):
                 field="pinned",
                 next_step="Start vLLM with a place for every adapter: --option max_cpu_loras=N.",
             )
-        self._paths[name] = await asyncio.to_thread(self._copy, fitting)
+        copy = await asyncio.to_thread(self._copy, fitting)
+        if name in self._paths:
+            self._useless[self._paths[name]] = time.monotonic()
+        self._paths[name] = copy
         body = {"lora_name": name, "lora_path": str(self._paths[name])}
         await self._control.must("/v1/load_lora_adapter", body, call=call, admin=False)
 
@@ -100,9 +103,13 @@ class Adapters(adapters.Adapters):
         """Refuse nothing: vLLM takes all of the layers, and scales as PEFT does."""
 
     def _copy(self, fitting: Fitting) -> Path:
-        """Return a copy of the files that equals the checked files. Raises CHECKPOINT_NOT_FOUND."""
-        copy = Path(tempfile.mkdtemp(dir=self._copies.name))
+        """Return a copy of the files that equals the checked files.
+
+        Raises CHECKPOINT_NOT_FOUND, DISK_FULL, TOO_MANY_FILES.
+        """
+        copy: Path | None = None
         try:
+            copy = Path(tempfile.mkdtemp(dir=self._copies.name))
             for name in (lora.CONFIG, lora.TENSORS):
                 shutil.copyfile(Path(fitting.path) / name, copy / name)
             config, stored = lora.open_adapter(str(copy))
@@ -113,10 +120,14 @@ class Adapters(adapters.Adapters):
                     )
             finally:
                 stored.close()
-        except OSError as error:
-            raise Reason.CHECKPOINT_NOT_FOUND.error(
-                f"{fitting.path} cannot be copied: {error}", field="path"
-            ) from error
+        except BaseException as error:
+            if copy is not None:
+                shutil.rmtree(copy, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            action = f"{fitting.path} cannot be copied to {self._copies.name}"
+            lack = exhausted(error, action, "path")
+            raise lack or Reason.CHECKPOINT_NOT_FOUND.error(f"{action}: {error}", field="path") from error
         return copy
 
 

@@ -19,10 +19,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.weights.tensor.placement import host_id
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 _THERE = {errno.ENOTEMPTY, errno.EEXIST}
 _NO_ALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -35,9 +34,11 @@ _BEGUN_S = 60.0
 
 
 def unwritable(error: OSError, path: Path, field: str) -> RlctlError:
-    """Return the error for a failed write: DISK_FULL (space, quota or the maximum file size), else FIELD_INVALID."""
-    reason = Reason.DISK_FULL if error.errno in _FULL else Reason.FIELD_INVALID
-    return reason.error(f"{path} cannot be written: {error.strerror or error}", field=field)
+    """Return the error for a failed write: DISK_FULL, TOO_MANY_FILES, else FIELD_INVALID."""
+    action = f"{path} cannot be written"
+    return exhausted(error, action, field) or Reason.FIELD_INVALID.error(
+        f"{action}: {error.strerror or error}", field=field
+    )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.parallel_read import Part, read_parts
 from rlctl.weights.checkpoint.safe_open import read_regular
@@ -279,7 +279,8 @@ def _select(directory: Path, stem: str, field: str) -> dict[str, set[str] | None
         # Engines also look for files by their suffix, without hidden files.
         present = {name for name in os.listdir(directory) if name.endswith((SUFFIX, INDEX_SUFFIX)) and name[0] != "."}
     except OSError as error:
-        raise _not_found(directory, f"it cannot be listed: {error}", field) from error
+        lack = exhausted(error, f"{directory} cannot be listed", field)
+        raise lack or _not_found(directory, f"it cannot be listed: {error}", field) from error
     selected: dict[str, set[str] | None] = {single: None}
     if (directory / index).exists():
         selected = dict(sorted(_read_index(directory / index, field).items()))
@@ -317,7 +318,8 @@ def _read_json(path: Path, field: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise _not_found(path, "there is no such file", field) from None
     except (OSError, ValueError) as error:
-        raise _not_found(path, f"it cannot be read: {error}", field) from error
+        lack = exhausted(error, f"{path} cannot be read", field)
+        raise lack or _not_found(path, f"it cannot be read: {error}", field) from error
     if not isinstance(value, dict):
         raise _not_found(path, "it holds no JSON object", field)
     return value

@@ -29,5 +29,5 @@ def read_regular(path: Path) -> bytes:
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, more than the {MOST_BYTES} that are read", str(path))
+            raise OSError(errno.EINVAL, f"it has {size} bytes, more than the {MOST_BYTES} that are read", str(path))
         return file.read(size)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.safe_open import open_regular
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, parse_dtype
@@ -81,7 +81,8 @@ class TensorFile:
         except FileNotFoundError:
             raise self._unreadable("there is no such file") from None
         except (OSError, ValueError) as error:
-            raise self._unreadable(f"it cannot be read: {error}") from error
+            lack = exhausted(error, f"{path} cannot be read", field)
+            raise lack or self._unreadable(f"it cannot be read: {error}") from error
 
     @property
     def size(self) -> int:

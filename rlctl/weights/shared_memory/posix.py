@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -23,12 +24,13 @@ from collections.abc import Iterator
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.weights.tensor.placement import SHARED_MEMORY
 
 HEADER_BYTES = 4096
 """Offset of the contents in the file."""
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _PAGE = 4096
 _MAGIC = b"rlctlseg"
 _NAME = re.compile(r"rlctl-[0-9a-f]{32}")
@@ -74,7 +76,7 @@ class OwnedMemory(SharedMemory):
     def __init__(self, size: int) -> None:
         """Create a segment of at least ``size`` bytes, header included, with all of its memory.
 
-        Raises SHARED_MEMORY_FULL without room, UNSUPPORTED without POSIX shared memory.
+        Raises SHARED_MEMORY_FULL without room, TOO_MANY_FILES, UNSUPPORTED without POSIX shared memory.
         """
         name, descriptor = _create()
         try:
@@ -82,8 +84,10 @@ class OwnedMemory(SharedMemory):
             # Missing memory is detected here. Later it would cause a SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             super().__init__(name, descriptor, size, writable=True)
-        except OSError as error:
+        except BaseException as error:
             _remove(name, descriptor)
+            if not isinstance(error, OSError):
+                raise
             raise Reason.SHARED_MEMORY_FULL.error(
                 f"a segment of {size} bytes in {SHARED_MEMORY}: {error.strerror}"
             ) from error
@@ -150,7 +154,8 @@ def check_name(name: str, field: str) -> None:
 def open_memory(name: str, size: int, field: str, size_field: str) -> SharedMemory:
     """Map another process's segment for reading; the fields are those of name and size in the request.
 
-    Raises FIELD_INVALID (an invalid name, a size other than the file's, a file that is no segment), SEGMENT_NOT_FOUND.
+    Raises FIELD_INVALID (an invalid name, a size other than the file's, a file that is no segment), SEGMENT_NOT_FOUND,
+    TOO_MANY_FILES, MEMORY_FULL.
     """
     check_name(name, field)
     with _opened(name, field) as descriptor:
@@ -168,7 +173,8 @@ def open_memory(name: str, size: int, field: str, size_field: str) -> SharedMemo
 def map_other(name: str, size: int, field: str, size_field: str) -> tuple[torch.Tensor, tuple[int, int]]:
     """Map the first ``size`` bytes of a file in shared memory that is no segment, read-only; also return its identity.
 
-    The caller has checked the name. Raises FIELD_INVALID (the file is smaller), SEGMENT_NOT_FOUND.
+    The caller has checked the name. Raises FIELD_INVALID (the file is smaller), SEGMENT_NOT_FOUND, TOO_MANY_FILES,
+    MEMORY_FULL.
     """
     with _opened(name, field) as descriptor:
         status = os.fstat(descriptor)
@@ -219,16 +225,27 @@ def _create() -> tuple[str, int]:
         try:
             descriptor = os.open(SHARED_MEMORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise Reason.UNSUPPORTED.error(f"no shared memory in {SHARED_MEMORY}: {error.strerror}") from error
+            raise _uncreated(error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pass
+        except OSError as error:
+            _remove(name, descriptor)
+            raise _uncreated(error) from error
         else:
             if os.fstat(descriptor).st_nlink:
                 return name, descriptor
         # Another process swept the file before it was locked.
         os.close(descriptor)
+
+
+def _uncreated(error: OSError) -> RlctlError:
+    if error.errno in _NO_ROOM:
+        return Reason.SHARED_MEMORY_FULL.error(f"a new segment in {SHARED_MEMORY}: {error.strerror}")
+    return exhausted(error, f"a new segment in {SHARED_MEMORY}") or Reason.UNSUPPORTED.error(
+        f"no shared memory in {SHARED_MEMORY}: {error.strerror}"
+    )
 
 
 def _remove(name: str, descriptor: int) -> None:
@@ -250,7 +267,11 @@ def _opened(name: str, field: str) -> Iterator[int]:
 
 
 def _gone(name: str, error: OSError, field: str) -> RlctlError:
-    return Reason.SEGMENT_NOT_FOUND.error(f"{name}: {error.strerror}", field=field)
+    """Return the error for a file that cannot be opened or mapped."""
+    if error.errno == errno.ENOMEM:
+        return Reason.MEMORY_FULL.error(f"{name}: {error.strerror}", field=field)
+    lack = exhausted(error, f"{name} cannot be opened", field)
+    return lack or Reason.SEGMENT_NOT_FOUND.error(f"{name}: {error.strerror}", field=field)
 
 
 def _map(descriptor: int, size: int, *, writable: bool) -> torch.Tensor:

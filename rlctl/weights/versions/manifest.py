@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.json_files import number, text
 from rlctl.weights.checkpoint.safe_open import read_regular
@@ -191,7 +191,8 @@ def read_manifest(directory: Path, *, blame: str = "source_dir") -> Manifest | N
     except RlctlError as error:
         raise _damaged(path, error.message, blame) from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}", blame) from error
+        lack = exhausted(error, f"{path} cannot be read", blame)
+        raise lack or _damaged(path, f"{type(error).__name__}: {error}", blame) from error
 
 
 def _label(version: str) -> str:

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, exhausted
 from rlctl.weights.checkpoint import atomic_write
 from rlctl.weights.checkpoint.allowed_roots import Roots
 from rlctl.weights.checkpoint.atomic_write import Patience
@@ -206,7 +206,9 @@ def files_beside(checkpoint: Path, *, blame: str) -> dict[str, bytes]:
         names = sorted(path.name for path in checkpoint.iterdir() if path.is_file())
         files = {name: read_regular(checkpoint / name) for name in names if not _is_left_out(name)}
     except OSError as error:
-        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} cannot be read: {error}", field=blame) from error
+        action = f"{checkpoint} cannot be read"
+        lack = exhausted(error, action, blame)
+        raise lack or Reason.CHECKPOINT_NOT_FOUND.error(f"{action}: {error}", field=blame) from error
     if CONFIG not in files:
         raise Reason.CHECKPOINT_NOT_FOUND.error(f"{checkpoint} holds no {CONFIG}", field=blame)
     read_config(str(checkpoint), field=blame)  # a config that engines would refuse is not published
@@ -420,7 +422,9 @@ def look_up(source: Path, version: str = "", sequence: int = 0, roots: Roots | N
     try:
         path = find_version(source, version, sequence)
     except OSError as error:
-        raise Reason.CHECKPOINT_NOT_FOUND.error(f"{source} cannot be read: {error}", field="source_dir") from error
+        action = f"{source} cannot be read"
+        lack = exhausted(error, action, "source_dir")
+        raise lack or Reason.CHECKPOINT_NOT_FOUND.error(f"{action}: {error}", field="source_dir") from error
     if path is not None and roots is not None:
         roots.resolve_checkpoint(str(path), field="source_dir")
     manifest = None if path is None else read_manifest(path)

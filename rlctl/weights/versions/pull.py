@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
 from rlctl.weights.checkpoint import atomic_write
 from rlctl.weights.checkpoint.allowed_roots import Roots
@@ -446,7 +446,9 @@ class _Replay:
         try:
             contents = {name: read_regular(path / name) for name in entries}
         except OSError as error:
-            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} cannot be read: {error}", field=SOURCE) from error
+            action = f"{path} cannot be read"
+            lack = exhausted(error, action, SOURCE)
+            raise lack or Reason.CHECKPOINT_NOT_FOUND.error(f"{action}: {error}", field=SOURCE) from error
         for name, expected in entries.items():
             if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
                 raise Reason.DIGEST_MISMATCH.error(f"{path / name} does not match its checksum", field=SOURCE)

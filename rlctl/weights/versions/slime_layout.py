@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.allowed_roots import Roots
 from rlctl.weights.checkpoint.checkpoint import INDEX, open_files
@@ -152,7 +152,8 @@ def find(source: Path, number: int, roots: Roots | None = None) -> Slime | None:
     except FileNotFoundError:
         is_delta, metadata = False, {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise _damaged(path / INDEX, f"it cannot be read: {error}") from error
+        lack = exhausted(error, f"{path / INDEX} cannot be read", SOURCE)
+        raise lack or _damaged(path / INDEX, f"it cannot be read: {error}") from error
     return Slime(path, number, identity, _facts(path / INDEX, metadata, number) if is_delta else None)
 
 
@@ -172,7 +173,8 @@ def _identity(path: Path, next_step: str = _READ_ON) -> str:
                 status = entry.stat()
                 lines.append(f"{entry.name}\0{status.st_size}\0{status.st_mtime_ns}")
     except OSError as error:
-        raise _damaged(path, f"it cannot be read: {error}", next_step) from error
+        lack = exhausted(error, f"{path} cannot be read", SOURCE)
+        raise lack or _damaged(path, f"it cannot be read: {error}", next_step) from error
     return hashlib.sha256(os.fsencode("\n".join((os.path.realpath(path), *sorted(lines))))).hexdigest()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from weights_helpers import full_model, tp_map
+from weights_helpers import files_left, full_model, tp_map
 
 from rlctl.contract.errors import InvalidRequest, NotFound, PreconditionFailed, Reason, RlctlError
 from rlctl.v1 import common_pb2
@@ -463,3 +463,16 @@ def test_only_some_tensors_are_loaded_and_the_others_may_be_missing(tmp_path: Pa
     assert written == only
     with pytest.raises(PreconditionFailed, match=r"1 missing .embed.weight."):
         shards.load(checkpoint, only={"embed.weight"})
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_process_without_a_free_file_descriptor_does_not_call_a_checkpoint_missing(
+    tmp_path: Path, count: int
+) -> None:
+    path = write(tmp_path / "model", files=3)
+    before = len(os.listdir("/proc/self/fd"))
+    with files_left(count), pytest.raises(RlctlError) as caught:
+        open_checkpoint(path)
+    assert (caught.value.reason, caught.value.field) == (Reason.TOO_MANY_FILES, "model_path")
+    del caught
+    assert len(os.listdir("/proc/self/fd")) == before

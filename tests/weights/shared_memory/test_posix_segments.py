@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_memory import held
+from weights_helpers import files_left
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.weights.shared_memory import posix
@@ -29,6 +31,73 @@ def refusal(*arguments: object) -> RlctlError:
     with pytest.raises(RlctlError) as caught:
         open_memory(*arguments)  # type: ignore[arg-type]
     return caught.value
+
+
+def test_a_segment_without_a_free_file_descriptor_is_refused_as_such() -> None:
+    with files_left(0), pytest.raises(RlctlError) as caught:
+        OwnedMemory(HEADER_BYTES)
+    assert (caught.value.reason, "ulimit -n" in caught.value.next_step) == (Reason.TOO_MANY_FILES, True)
+
+
+def test_mapping_a_segment_without_a_free_file_descriptor_does_not_call_it_gone() -> None:
+    memory = OwnedMemory(HEADER_BYTES)
+    with files_left(0):
+        error = refusal(memory.name, memory.size, "name", "size")
+        assert not abandoned(memory.name)
+    assert (error.reason, error.field) == (Reason.TOO_MANY_FILES, "name")
+    assert there(memory.name)
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, Reason.SHARED_MEMORY_FULL),
+        (errno.EDQUOT, Reason.SHARED_MEMORY_FULL),
+        (errno.EACCES, Reason.UNSUPPORTED),
+        (errno.ENOENT, Reason.UNSUPPORTED),
+    ],
+)
+def test_a_file_system_that_takes_no_further_segment_is_full_or_missing(
+    number: int, reason: Reason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENOSPC at the creation: a tmpfs has no inode left."""
+
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(posix.os, "open", fails)
+    with pytest.raises(RlctlError) as caught:
+        OwnedMemory(HEADER_BYTES)
+    monkeypatch.undo()
+    assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (posix.fcntl, "flock", OSError(errno.ENOLCK, "no locks")),
+        (posix.os, "posix_fallocate", OSError(errno.ENOSPC, "full")),
+        (posix, "_map", OSError(errno.ENOMEM, "no memory")),
+        (posix, "_map", MemoryError()),
+    ],
+    ids=["flock", "allocate", "map", "python"],
+)
+def test_a_segment_that_cannot_be_made_leaves_no_file(
+    module: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, descriptors = secrets.token_hex(16), len(os.listdir("/proc/self/fd"))
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(posix.secrets, "token_hex", lambda _: token)
+    monkeypatch.setattr(module, name, fails)
+    with pytest.raises((RlctlError, MemoryError)):
+        OwnedMemory(HEADER_BYTES)
+    monkeypatch.undo()
+    assert not there(f"rlctl-{token}")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_what_the_owner_writes_others_read() -> None:
