@@ -7,8 +7,10 @@ same.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -241,13 +243,22 @@ class NCCLTrainerWeightTransferEngine:
         """Send an update: every rank iterates over the weights, rank 0 sends the weights.
 
         Raises FIELD_CONFLICT if a pass differs from the announcement, GROUP_FAILED, and the client's error, at once if
-        the engines refuse.
+        the engines refuse. The group is spent after a failure before the last tensor was sent: the engines cannot tell
+        the bytes of the next update from the missing bytes.
         """
         announced = list(self._source.metadata())
+        tensors = iter(self._source)
         if not self.is_sender:
-            for _ in self._source:
-                pass
+            deque(tensors, maxlen=0)
             return
+        try:
+            self._send(announced, tensors)
+        finally:
+            # The other ranks wait for this rank in every gather. An error was raised before, or no longer matters.
+            with contextlib.suppress(Exception):
+                deque(tensors, maxlen=0)
+
+    def _send(self, announced: Sequence[Any], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         group = self.model_update_group
         assert group is not None
         update_info = {
@@ -274,9 +285,11 @@ class NCCLTrainerWeightTransferEngine:
                 group, packed=info.packed, packed_buffer_size_bytes=info.packed_buffer_size_bytes
             )
             try:
-                NCCLWeightTransferEngine.trainer_send_weights(_as_announced(self._source, announced), arguments)
-            except RlctlError as error:
-                _raise_why(error, update_call)
+                NCCLWeightTransferEngine.trainer_send_weights(_as_announced(tensors, announced), arguments)
+            except BaseException as error:
+                group.interrupt(f"the trainer gave up: {error}")  # the engines wait for the remaining bytes
+                if isinstance(error, RlctlError):
+                    _raise_why(error, update_call)
                 raise
             all_sent.set()
             update_call.result()
@@ -299,9 +312,11 @@ def _raise_why(error: RlctlError, told: Future[None]) -> None:
             each.result()
 
 
-def _as_announced(source: Weights, announced: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _as_announced(
+    tensors: Iterator[tuple[str, torch.Tensor]], announced: Sequence[Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     announcements = iter(announced)
-    for name, tensor in source:
+    for name, tensor in tensors:
         expected = next(announcements, None)
         actual = (name, tensor.dtype, tuple(tensor.shape))
         if expected is None or actual != (expected.name, expected.dtype, tuple(expected.shape)):

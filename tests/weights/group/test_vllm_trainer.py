@@ -12,7 +12,7 @@ import pytest
 import torch
 from weights_helpers import Background
 
-from rlctl.contract.errors import Internal
+from rlctl.contract.errors import Internal, RlctlError
 from rlctl.contract.vllm_groups import GROUP
 from rlctl.integrations.vllm_weight_transfer import (
     NCCLTrainerInitInfo,
@@ -124,6 +124,68 @@ def test_a_group_that_breaks_by_itself_is_told(form: Form) -> None:
     with pytest.raises(Internal, match="broadcast"):
         trainer(sender, Client(wait)).send_weights()
     leave.set()
+
+
+class Other(Weights):
+    """Weights that differ from their announcement, or fail; ``passed``: number of tensors that were gathered."""
+
+    def __init__(self, second: str) -> None:
+        self.second = second
+        self.passed = 0
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        return [TensorMeta(name, torch.float32, (4,)) for name in ("v", "w", "x")]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("v", self.second, "x"):
+            self.passed += 1
+            if name == "fails":
+                raise OSError("a rank of the trainer is gone")
+            yield name, torch.ones(4)
+
+
+@pytest.mark.parametrize(("second", "error"), [("other", RlctlError), ("fails", OSError)])
+def test_a_pass_that_differs_from_its_announcement_spends_the_group(
+    form: Form, second: str, error: type[Exception]
+) -> None:
+    """The engines wait for bytes that do not come. The next update's bytes are not taken for them."""
+    sender, receiver = form(2, broadcast_timeout_s=60.0)
+    ended: list[Exception] = []
+
+    def receive() -> None:
+        for _ in range(3):
+            try:
+                receiver.broadcast(torch.zeros(16, dtype=torch.uint8))
+            except RlctlError as failure:
+                ended.append(failure)
+                return
+
+    source = Other(second)
+    info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=1, world_size=2, packed=False, rank=0)
+    engine = NCCLTrainerWeightTransferEngine(info, Client(receive), source)
+    engine.model_update_group = sender
+    started = time.monotonic()
+    with pytest.raises(error):
+        engine.send_weights()
+    until = time.monotonic() + 10
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+    assert time.monotonic() - started < 10
+    assert ended, "the engines still wait"
+    assert not sender.stands
+    assert source.passed == (3 if second == "other" else 2), "the other ranks of the trainer gather every tensor"
+
+
+def test_engines_that_refuse_an_update_leave_no_rank_of_the_trainer_in_a_gather(form: Form) -> None:
+    source = Other("w")
+    info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=1, world_size=2, packed=False, rank=0)
+    client = Client(lambda: None)
+    client.start_weight_update = refuse  # type: ignore[method-assign]
+    engine = NCCLTrainerWeightTransferEngine(info, client, source)
+    engine.model_update_group, _ = form(2)
+    with pytest.raises(ConnectionError):
+        engine.send_weights()
+    assert source.passed == 3
 
 
 def free_port() -> int:
