@@ -269,6 +269,59 @@ class ServerEngine(Engine):
                     raise Reason.DEADLINE_EXCEEDED.error("the requests did not end in time")
                 await asyncio.sleep(IDLE_S)
 
+    # Generation and what stops it.
+
+    @takes_turn
+    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
+        """Pause the server, or the requests with one adapter."""
+        self._check("PauseGeneration")
+        if not request.adapter:
+            await self._pause(request, call)
+            return
+        self._check("LoadAdapter")
+        call.accept()
+        await self._adapters.pause(request, call, stopped=self._state.stopped)
+
+    @takes_turn
+    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
+        """Continue the server, also from the plug-in's own pause, or the requests with one adapter."""
+        self._check("ContinueGeneration")
+        if request.adapter:
+            self._check("LoadAdapter")
+            call.accept()
+            self._adapters.go_on(request.adapter)
+            return
+        self._state.refuse_continue(updating=self._updates.in_place)
+        call.accept()
+        await self._go_on(request, call)
+        self._state.paused, self._state.holding = common_pb2.PAUSE_MODE_UNSPECIFIED, False
+        self._requests.release()
+        self._adapters.sweep_soon()
+
+    @takes_turn
+    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
+        self._check("ReleaseMemory")
+        self._refuse_during_update()
+        call.accept()
+        report = await self._release(request, await self._active(call), call)
+        if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
+            self._stamps.flushed()
+        return report
+
+    @abc.abstractmethod
+    async def _pause(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
+        """Pause the server, and record its mode."""
+
+    @abc.abstractmethod
+    async def _go_on(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
+        """Let the server continue."""
+
+    @abc.abstractmethod
+    async def _release(
+        self, request: verbs_pb2.ReleaseMemoryRequest, active: int, call: Call
+    ) -> verbs_pb2.MemoryReport:
+        """Release memory. ``active``: number of active requests."""
+
     # Adapters.
 
     async def load_adapter(self, request: verbs_pb2.LoadAdapterRequest, call: Call) -> verbs_pb2.AdapterList:

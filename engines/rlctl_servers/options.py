@@ -6,12 +6,52 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlctl.contract.errors import Reason
 from rlctl.engine import HttpRoute
 
+OURS = ("url", "api_key_file", "python", "allowed_roots", "start_s", "data_routes")
+"""Settings of a plug-in itself. All others are arguments of its server."""
+
 _ROUTE = re.compile(r"(POST|PUT|GET) (/(?!health|ready)[\w./-]+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of one engine.
+
+    Attributes:
+        url: a running server to attach to; empty: launch a server.
+        api_key: key of an attached server for requests.
+        python: the interpreter of the product's environment.
+        allowed_roots: directories below which checkpoints may be read; empty: the directory of the first checkpoint.
+        start_s: longest time until a launched server is ready, seconds.
+        data_routes: further routes of the data port.
+        arguments: further arguments of the server by name ("max_model_len"); "true" stands for a flag.
+    """
+
+    url: str = ""
+    api_key: str = field(default="", repr=False)
+    python: str = ""
+    allowed_roots: tuple[str, ...] = ()
+    start_s: float = 900.0
+    data_routes: tuple[HttpRoute, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse(given: Mapping[str, str], arguments: Mapping[str, str]) -> Options:
+    """Parse the settings that all plug-ins have. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
+    return Options(
+        url=address(given, arguments),
+        api_key=key(given, "api_key_file"),
+        python=given.get("python", ""),
+        allowed_roots=directories(given.get("allowed_roots", "")),
+        start_s=start_seconds(given.get("start_s", "900")),
+        data_routes=data_routes(given.get("data_routes", "")),
+        arguments=arguments,
+    )
 
 
 def interpreter(product: str, given: str, variable: str) -> str:

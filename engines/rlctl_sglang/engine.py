@@ -30,7 +30,6 @@ from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
-    PAUSE_MODE_UNSPECIFIED,
 )
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
@@ -215,11 +214,12 @@ class SGLangEngine(ServerEngine):
 
     async def _trial(self, load: Callable[[Call], Awaitable[None]], call: Call) -> reload_trial.Refuted | None:
         async def load_paused() -> None:
-            await memory.hold(self._control, self._state, call)
+            own = memory.own_pause(self._control, self._state)
+            await own.hold(call)
             try:
                 await load(call)
             finally:
-                await memory.let_go(self._control, self._state, call)
+                await own.let_go(call)
 
         if self._state.paired:
             loads = await self._loads(call)
@@ -283,14 +283,7 @@ class SGLangEngine(ServerEngine):
 
     # Generation and what stops it.
 
-    @takes_turn
-    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        self._check("PauseGeneration")
-        if request.adapter:
-            self._check("LoadAdapter")
-            call.accept()
-            await self._adapters.pause(request, call, stopped=self._state.stopped)
-            return
+    async def _pause(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         mode = self._state.pause(request.mode, active=self._requests.active if self._server.launched else 1)
         call.accept()
         self._pausing = True
@@ -309,21 +302,9 @@ class SGLangEngine(ServerEngine):
         finally:
             self._pausing = False
 
-    @takes_turn
-    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        self._check("ContinueGeneration")
-        if request.adapter:
-            self._check("LoadAdapter")
-            call.accept()
-            self._adapters.go_on(request.adapter)
-            return
-        self._state.refuse_continue(updating=self._updates.in_place)
-        call.accept()
+    async def _go_on(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         empty = request.torch_empty_cache if request.HasField("torch_empty_cache") else True
         await self._control.must("/continue_generation", {"torch_empty_cache": empty}, call=call)
-        self._state.paused, self._state.holding = PAUSE_MODE_UNSPECIFIED, False
-        self._requests.release()
-        self._adapters.sweep_soon()
 
     @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
@@ -338,27 +319,22 @@ class SGLangEngine(ServerEngine):
         self._stamps.flushed()
         return verbs_pb2.FlushReport(tiers=self._facts.cache_tiers)
 
-    @takes_turn
-    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        self._check("ReleaseMemory")
-        self._refuse_during_update()
-        call.accept()
-        active = await self._active(call)
+    async def _release(
+        self, request: verbs_pb2.ReleaseMemoryRequest, active: int, call: Call
+    ) -> verbs_pb2.MemoryReport:
+        facts = self._facts
         try:
-            report = await memory.release(
+            return await memory.release(
                 self._control,
                 self._state,
                 request.tags,
-                self._facts.memory_tags,
+                facts.memory_tags,
                 call,
                 active=active,
-                keeps_weights=self._facts.keeps_weights,
+                keeps_weights=facts.keeps_weights,
             )
         finally:
             await self._leave_unbegun()
-        if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
-            self._stamps.flushed()
-        return report
 
     @takes_turn
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:

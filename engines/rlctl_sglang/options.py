@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl_servers import options
-from rlctl_servers.options import address, check_arguments, data_routes, directories, key, start_seconds
+from rlctl_servers.options import address, check_arguments, key
 
 from rlctl.contract.errors import Reason
-from rlctl.engine import HttpRoute
 
 VENV = "RLCTL_SGLANG_VENV"
 """Environment variable with the path of SGLang's environment."""
 
-OURS = ("url", "api_key_file", "admin_key_file", "python", "allowed_roots", "start_s", "data_routes")
+OURS = (*options.OURS, "admin_key_file")
 """Settings of the plug-in itself."""
 
 TAKEN = (
@@ -32,29 +31,15 @@ NODES = ("nnodes", "node_rank", "dist_init_addr")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(options.Options):
     """Settings of one engine.
 
     Attributes:
-        url: a running server to attach to; empty: launch a server.
-        api_key: key of an attached server for requests.
         admin_key: key of an attached server for admin calls, by default ``api_key``; without a key, other clients can
             drive the server too.
-        python: the interpreter of SGLang's environment.
-        allowed_roots: directories below which checkpoints may be read; empty: the directory of the first checkpoint.
-        start_s: longest time until a launched server is ready, seconds.
-        data_routes: further routes of the data port.
-        arguments: further arguments of SGLang by name ("mem_fraction_static"); "true" stands for a flag.
     """
 
-    url: str = ""
-    api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
-    python: str = ""
-    allowed_roots: tuple[str, ...] = ()
-    start_s: float = 900.0
-    data_routes: tuple[HttpRoute, ...] = ()
-    arguments: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
@@ -77,22 +62,12 @@ def parse_options(given: Mapping[str, str]) -> Options:
                 field=f"options.{name}",
                 next_step="Leave it out.",
             )
-    url = address(given, arguments)
-    if not url and (keys := {"api_key_file", "admin_key_file"} & given.keys()):
+    if not address(given, arguments) and (keys := {"api_key_file", "admin_key_file"} & given.keys()):
         raise Reason.FIELD_CONFLICT.error(
             "a launched server gets keys that the stage makes", field=f"options.{sorted(keys)[0]}"
         )
-    api_key = key(given, "api_key_file")
-    return Options(
-        url=url,
-        api_key=api_key,
-        admin_key=key(given, "admin_key_file") or api_key,
-        python=given.get("python", ""),
-        allowed_roots=directories(given.get("allowed_roots", "")),
-        start_s=start_seconds(given.get("start_s", "900")),
-        data_routes=data_routes(given.get("data_routes", "")),
-        arguments=arguments,
-    )
+    common = options.parse(given, arguments)
+    return Options(**vars(common), admin_key=key(given, "admin_key_file") or common.api_key)
 
 
 def refuse_workers(arguments: Mapping[str, Any]) -> None:

@@ -45,6 +45,11 @@ class State(ServerState):
 
     paired: bool = False
 
+    @property
+    def own_mode(self) -> PauseMode.ValueType:
+        """Return the mode of the plug-in's own pause."""
+        return PAUSE_MODE_ABORT if self.paired else PAUSE_MODE_IN_PLACE
+
     def pause(self, mode: PauseMode.ValueType, *, active: int) -> str:
         """Return the mode to send for a pause. ``active``: number of active requests.
 

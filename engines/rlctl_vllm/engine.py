@@ -32,7 +32,6 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
-    PAUSE_MODE_UNSPECIFIED,
     WorkerCoordinates,
 )
 from rlctl.v1.results_pb2 import RankResult
@@ -60,7 +59,7 @@ STORES = "reset_external=true"
 
 
 class VLLMEngine(ServerEngine):
-    """A vLLM server with all its ranks. Options: :class:`rlctl_vllm.options.Options`."""
+    """A vLLM server with all its ranks. Options: :class:`rlctl_servers.options.Options`."""
 
     name: ClassVar[str] = "vllm"
     _server: Server
@@ -240,14 +239,7 @@ class VLLMEngine(ServerEngine):
 
     # Generation and what stops it.
 
-    @takes_turn
-    async def pause_generation(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
-        self._check("PauseGeneration")
-        if request.adapter:
-            self._check("LoadAdapter")
-            call.accept()
-            await self._adapters.pause(request, call, stopped=self._state.stopped)
-            return
+    async def _pause(self, request: verbs_pb2.PauseGenerationRequest, call: Call) -> None:
         mode = self._state.pause(request.mode)
         if mode == PAUSE_MODE_DRAIN:
             self._state.refuse_drain(active=await self._active(call), whole=self._updates.whole)
@@ -265,20 +257,8 @@ class VLLMEngine(ServerEngine):
             self._stamps.flushed()
         self._state.paused = mode
 
-    @takes_turn
-    async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
-        self._check("ContinueGeneration")
-        if request.adapter:
-            self._check("LoadAdapter")
-            call.accept()
-            self._adapters.go_on(request.adapter)
-            return
-        self._state.refuse_continue(updating=self._updates.in_place)
-        call.accept()
+    async def _go_on(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         await self._control.must("/resume", {}, call=call)
-        # The own pause ended, too: otherwise the next update would not pause the server.
-        self._state.paused, self._state.holding = PAUSE_MODE_UNSPECIFIED, False
-        self._requests.release()
 
     @takes_turn
     async def flush_cache(self, request: verbs_pb2.FlushCacheRequest, call: Call) -> verbs_pb2.FlushReport:
@@ -294,17 +274,10 @@ class VLLMEngine(ServerEngine):
         self._stamps.flushed()
         return verbs_pb2.FlushReport(tiers=["prefix"])
 
-    @takes_turn
-    async def release_memory(self, request: verbs_pb2.ReleaseMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:
-        self._check("ReleaseMemory")
-        self._refuse_during_update()
-        call.accept()
-        report = await memory.release(
-            self._control, self._state, request.tags, self._facts.memory_tags, await self._active(call), call
-        )
-        if common_pb2.MEMORY_TAG_KV_CACHE in report.released:
-            self._stamps.flushed()
-        return report
+    async def _release(
+        self, request: verbs_pb2.ReleaseMemoryRequest, active: int, call: Call
+    ) -> verbs_pb2.MemoryReport:
+        return await memory.release(self._control, self._state, request.tags, self._facts.memory_tags, active, call)
 
     @takes_turn
     async def resume_memory(self, request: verbs_pb2.ResumeMemoryRequest, call: Call) -> verbs_pb2.MemoryReport:

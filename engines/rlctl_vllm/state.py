@@ -35,8 +35,6 @@ MODES = {
 TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights"}
 """vLLM's names of memory regions."""
 
-EVERYTHING = frozenset(TAGS)
-
 
 class State(ServerState):
     """vLLM's state after the calls so far."""

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import sglang_models
 from native_stand_in import native_servers
+from rlctl_servers.options import Options
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import Options as SGLangOptions
 from rlctl_sglang.options import interpreter as sglang_interpreter
 from rlctl_vllm.engine import VLLMEngine
-from rlctl_vllm.options import Options, interpreter
+from rlctl_vllm.options import interpreter
 from rlctl_vllm.sidecar.server import SidecarConfig
 from server_stage import Driver
 from sidecar_process import Served

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlctl_servers.options import Options
 from rlctl_servers.server.http import Http
-from rlctl_vllm.options import Options
 from rlctl_vllm.server.process import VLLMProcess
 
 from rlctl.engine import EngineConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from rlctl_vllm.options import OURS
+from rlctl_servers.options import OURS
 from rlctl_vllm.server.arguments import known_options
 from rlctl_vllm.server.update_blockers import KEEPERS
 

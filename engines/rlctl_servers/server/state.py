@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlctl.contract.errors import Reason
-from rlctl.v1.common_pb2 import PAUSE_MODE_UNSPECIFIED, MemoryTag, PauseMode
+from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, PAUSE_MODE_UNSPECIFIED, MemoryTag, PauseMode
+from rlctl.v1.verbs_pb2 import MemoryReport
 
 
 @dataclass
@@ -36,3 +37,10 @@ class ServerState:
             raise Reason.MEMORY_RELEASED.error(f"released: {', '.join(names)}; generation needs every region")
         if updating:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+
+    def memory_report(self, *, keeps_weights: bool) -> MemoryReport:
+        """Return the released regions. ``keeps_weights``: released weights keep their content."""
+        released = sorted(self.released)
+        return MemoryReport(
+            released=released, kept=[tag for tag in released if keeps_weights and tag == MEMORY_TAG_WEIGHTS]
+        )

@@ -1,43 +1,52 @@
-"""The pause of a server during an update."""
+"""The plug-in's own pause of a server, for an update or a release of memory, unless the fleet has paused the server."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
+from rlctl.contract.errors import RlctlError
 from rlctl.engine import Call
-
-
-class Pausable(Protocol):
-    """The state of a server.
-
-    Attributes:
-        updating: an update is open.
-    """
-
-    updating: bool
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl_servers.server.state import ServerState
 
 
 class OwnPause:
-    """Pauses a server for an update, unless the fleet has paused it."""
+    """Pauses and continues one server."""
 
     def __init__(
         self,
-        state: Pausable,
-        hold: Callable[[Call], Awaitable[None]],
-        let_go: Callable[[Call], Awaitable[None]],
+        state: ServerState,
+        pause: Callable[[Call], Awaitable[object]],
+        go_on: Callable[[Call], Awaitable[object]],
     ) -> None:
-        """``hold`` pauses the server unless it is paused. ``let_go`` ends that pause unless it is still needed."""
+        """``pause`` and ``go_on``: calls to the server. Requests of any sender wait during the pause."""
         self._state = state
-        self._hold = hold
-        self._let_go = let_go
+        self._pause = pause
+        self._go_on = go_on
 
     async def begin(self, call: Call) -> None:
-        """Pause until :meth:`end`, also past a resume of memory. Raises as ``hold``."""
-        await self._hold(call)
+        """Pause until :meth:`end`, also past a resume of memory. Raises as :meth:`hold`."""
+        await self.hold(call)
         self._state.updating = True
 
     async def end(self, call: Call) -> None:
-        """End the pause unless it is still needed. Raises as ``let_go``."""
+        """End the pause unless it is still needed. Raises as :meth:`let_go`."""
         self._state.updating = False
-        await self._let_go(call)
+        await self.let_go(call)
+
+    async def hold(self, call: Call) -> None:
+        """Pause the server unless it is paused."""
+        if not self._state.stopped:
+            self._state.holding = True
+            try:
+                await self._pause(call)
+            except RlctlError as error:
+                self._state.holding = error.outcome == OUTCOME_UNKNOWN
+                raise
+
+    async def let_go(self, call: Call) -> None:
+        """End the own pause, unless the fleet has paused the server, memory is released or an update is open."""
+        if self._state.holding and not self._state.released and not self._state.updating:
+            if not self._state.paused:
+                await self._go_on(call)
+            self._state.holding = False

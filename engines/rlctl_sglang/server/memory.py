@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from functools import partial
 
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.own_pause import OwnPause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.v1.common_pb2 import (
-    MEMORY_TAG_WEIGHTS,
-    OUTCOME_UNKNOWN,
-    PAUSE_MODE_ABORT,
-    PAUSE_MODE_IN_PLACE,
-    PAUSE_MODE_UNSPECIFIED,
-    MemoryTag,
-)
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_sglang.state import MODES, TAGS, State
 
@@ -62,16 +54,17 @@ async def release(
     of active requests, which the pause of a pair's server would end. ``keeps_weights``: the server keeps the content of
     its weights.
     """
+    own = own_pause(control, state)
     names = state.release(tags, known)
     if names:
         if state.paired and active and not state.stopped:
             raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
-        await hold(control, state, call)
+        await own.hold(call)
         try:
             remaining_s = call.deadline - asyncio.get_running_loop().time()
             await flush(control, min(HANDOVER_S, remaining_s / 2) if state.paired else IDLE_S, call)
         except RlctlError as error:
-            await let_go(control, state, call)
+            await own.let_go(call)
             raise Reason.MEMORY_NOT_RELEASABLE.error(
                 f"requests hold KV entries; pause with retract or abort first ({error.message})"
             ) from error
@@ -82,10 +75,10 @@ async def release(
             if error.outcome == OUTCOME_UNKNOWN:
                 state.released |= regions  # no generation before the regions are resumed
             else:
-                await let_go(control, state, call)
+                await own.let_go(call)
             raise
         state.released |= regions
-    return _report(state, keeps_weights)
+    return state.memory_report(keeps_weights=keeps_weights)
 
 
 async def resume(
@@ -103,36 +96,13 @@ async def resume(
         await control.must("/resume_memory_occupation", {"tags": names}, call=call)
         state.released -= {tag for tag, name in TAGS.items() if name in names}
     if not state.released:
-        await let_go(control, state, call)
-    return _report(state, keeps_weights)
-
-
-def _report(state: State, keeps_weights: bool) -> MemoryReport:
-    released = sorted(state.released)
-    return MemoryReport(
-        released=released, kept=[tag for tag in released if keeps_weights and tag == MEMORY_TAG_WEIGHTS]
-    )
+        await own_pause(control, state).let_go(call)
+    return state.memory_report(keeps_weights=keeps_weights)
 
 
 def own_pause(control: Control, state: State) -> OwnPause:
-    return OwnPause(state, partial(hold, control, state), partial(let_go, control, state))
-
-
-async def hold(control: Control, state: State, call: Call) -> None:
-    """Pause the server unless it is paused. Requests of any sender wait."""
-    if state.paused == PAUSE_MODE_UNSPECIFIED and not state.holding:
-        state.holding = True
-        try:
-            mode = PAUSE_MODE_ABORT if state.paired else PAUSE_MODE_IN_PLACE
-            await control.must("/pause_generation", {"mode": MODES[mode]}, call=call)
-        except RlctlError as error:
-            state.holding = error.outcome == OUTCOME_UNKNOWN
-            raise
-
-
-async def let_go(control: Control, state: State, call: Call) -> None:
-    """End the own pause, unless the fleet has paused the server, memory is released or an update is open."""
-    if state.holding and not state.released and not state.updating:
-        if state.paused == PAUSE_MODE_UNSPECIFIED:
-            await control.must("/continue_generation", {"torch_empty_cache": False}, call=call)
-        state.holding = False
+    return OwnPause(
+        state,
+        lambda call: control.must("/pause_generation", {"mode": MODES[state.own_mode]}, call=call),
+        lambda call: control.must("/continue_generation", {"torch_empty_cache": False}, call=call),
+    )

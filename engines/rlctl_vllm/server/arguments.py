@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rlctl_servers.options import OURS, Options
 from rlctl_servers.server import argparse_source
 
 from rlctl.contract.errors import RlctlError
 from rlctl.engine import KnownOptions
-from rlctl_vllm.options import OURS, TAKEN, Options, interpreter
+from rlctl_vllm.options import TAKEN, interpreter
 from rlctl_vllm.server.update_blockers import kept_with
 
 _FRONT = "FrontendArgs"

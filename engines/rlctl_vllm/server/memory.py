@@ -6,7 +6,6 @@ vLLM sleeps at level 1 for all regions, so that weights return unchanged.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.own_pause import OwnPause
@@ -15,7 +14,6 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
-    MEMORY_TAG_WEIGHTS,
     OUTCOME_UNKNOWN,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
@@ -38,9 +36,10 @@ async def release(
 
     Raises MEMORY_NOT_RELEASABLE while requests are active, FIELD_INVALID for regions that vLLM cannot release.
     """
+    own = own_pause(control, state)
     regions = state.release(tags, known)
     if regions:
-        await hold(control, state, call)
+        await own.hold(call)
         try:
             if active:
                 raise Reason.MEMORY_NOT_RELEASABLE.error(
@@ -51,10 +50,10 @@ async def release(
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
                 state.released |= regions  # nothing continues before a resume of these regions
-            await let_go(control, state, call)
+            await own.let_go(call)
             raise
         state.released |= regions
-    return _report(state)
+    return state.memory_report(keeps_weights=True)  # level 1 keeps the weights, requested or not
 
 
 async def resume(
@@ -81,35 +80,14 @@ async def resume(
                 mode = PAUSE_MODE_IN_PLACE if frozen else PAUSE_MODE_RETRACT
                 await control.must(f"/pause?{MODES[mode]}", {}, call=call)
     else:
-        await let_go(control, state, call)
-    return _report(state)
-
-
-def _report(state: State) -> MemoryReport:
-    """Return the report. Level 1 keeps the weights, requested or not."""
-    released = sorted(state.released)
-    return MemoryReport(released=released, kept=[tag for tag in released if tag == MEMORY_TAG_WEIGHTS])
+        await own_pause(control, state).let_go(call)
+    return state.memory_report(keeps_weights=True)  # level 1 keeps the weights, requested or not
 
 
 def own_pause(control: Control, state: State) -> OwnPause:
     """Return the server's own pause, for updates."""
-    return OwnPause(state, partial(hold, control, state), partial(let_go, control, state))
-
-
-async def hold(control: Control, state: State, call: Call) -> None:
-    """Pause unless the server is paused. Requests of every sender wait."""
-    if not state.stopped:
-        state.holding = True
-        try:
-            await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call)
-        except RlctlError as error:
-            state.holding = error.outcome == OUTCOME_UNKNOWN
-            raise
-
-
-async def let_go(control: Control, state: State, call: Call) -> None:
-    """End the own pause, unless the fleet has paused the server, memory is released or an update is open."""
-    if state.holding and not state.released and not state.updating:
-        if not state.paused:
-            await control.must("/resume", {}, call=call)
-        state.holding = False
+    return OwnPause(
+        state,
+        lambda call: control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call),
+        lambda call: control.must("/resume", {}, call=call),
+    )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from rlctl_servers.options import Options
 from rlctl_servers.server import temp_dirs
 from rlctl_servers.server.http import Http
 from rlctl_servers.server.packages import link_packages
@@ -17,7 +18,7 @@ from rlctl_servers.server.process import ServerProcess, cores_of, flags
 
 from rlctl.contract.errors import RlctlError
 from rlctl.engine import EngineConfig
-from rlctl_vllm.options import PRODUCT, Options, interpreter
+from rlctl_vllm.options import PRODUCT, interpreter
 from rlctl_vllm.updates.worker_calls import EXTENSION
 
 PROBE_S = 5.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from rlctl_servers.options import Options
 from rlctl_servers.server import server
 from rlctl_servers.server.http import Http
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import EngineConfig
-from rlctl_vllm.options import PRODUCT, Options, parse_options
+from rlctl_vllm.options import PRODUCT, parse_options
 from rlctl_vllm.server.process import VLLMProcess
 
 

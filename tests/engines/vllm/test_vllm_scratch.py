@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from rlctl_vllm.options import Options
+from rlctl_servers.options import Options
 from rlctl_vllm.server.process import VLLMProcess
 
 from rlctl.engine import EngineConfig

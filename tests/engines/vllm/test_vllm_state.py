@@ -14,7 +14,7 @@ from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import parse_options
 from rlctl_vllm.server import memory
 from rlctl_vllm.server.facts import loads
-from rlctl_vllm.state import EVERYTHING, MODES, State
+from rlctl_vllm.state import MODES, TAGS, State
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call, EngineConfig, brings_ranks, engine_class
@@ -65,16 +65,16 @@ def test_a_state_of_its_own_for_pauses_and_memory() -> None:
 
 def test_memory_goes_from_the_kv_cache_on() -> None:
     state = State()
-    assert state.release((), EVERYTHING) == EVERYTHING
-    assert state.release([MEMORY_TAG_KV_CACHE], EVERYTHING) == {MEMORY_TAG_KV_CACHE}
+    assert state.release((), TAGS) == TAGS.keys()
+    assert state.release([MEMORY_TAG_KV_CACHE], TAGS) == {MEMORY_TAG_KV_CACHE}
     for released in (set(), {MEMORY_TAG_KV_CACHE}):
         with pytest.raises(RlctlError) as refused:
-            State(released=released).release([MEMORY_TAG_WEIGHTS], EVERYTHING)
+            State(released=released).release([MEMORY_TAG_WEIGHTS], TAGS)
         assert refused.value.field == "tags"
-    state.released = set(EVERYTHING)
-    assert state.release((), EVERYTHING) == frozenset()
-    assert state.resume([MEMORY_TAG_WEIGHTS], EVERYTHING) == {MEMORY_TAG_WEIGHTS}
-    assert State().resume((), EVERYTHING) == frozenset()
+    state.released = set(TAGS)
+    assert state.release((), TAGS) == frozenset()
+    assert state.resume([MEMORY_TAG_WEIGHTS], TAGS) == {MEMORY_TAG_WEIGHTS}
+    assert State().resume((), TAGS) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ async def test_what_may_be_asleep_does_not_go_on(outcome: Outcome.ValueType, *, 
     server: Any = Server()
     state, call = State(), Call("c", math.inf)
     with pytest.raises(RlctlError):
-        await memory.release(server, state, [], EVERYTHING, 0, call)
+        await memory.release(server, state, [], TAGS, 0, call)
     assert (told[-1] == "/resume", state.stopped) == (goes_on, not goes_on)
     if not goes_on:
-        await memory.resume(server, state, [], EVERYTHING, call)
+        await memory.resume(server, state, [], TAGS, call)
         assert told[-1].startswith("/wake_up")
         assert not state.stopped
 
@@ -152,8 +152,8 @@ async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_ba
     begin, undo = {
         "abort": (lambda: updates.prepare(PrepareUpdateRequest(), call), lambda: updates.abort(call)),
         "resume": (
-            lambda: memory.release(server, state, [], EVERYTHING, 0, call),
-            lambda: memory.resume(server, state, [], EVERYTHING, call),
+            lambda: memory.release(server, state, [], TAGS, 0, call),
+            lambda: memory.resume(server, state, [], TAGS, call),
         ),
     }[verb]
     with pytest.raises(RlctlError):
@@ -174,6 +174,7 @@ async def test_a_continue_ends_a_pause_of_the_plug_in_s_own(tiny: tuple[Any, Pat
 
     engine: Any = VLLMEngine(EngineConfig(str(tiny[1])), lambda _: None)
     engine._control, engine._updates, engine._requests = Server(), SimpleNamespace(in_place=False), Mock()
+    engine._adapters = Mock()
     engine._check = lambda _: None
     engine._state = State(holding=True)
     await engine.continue_generation(ContinueGenerationRequest(), Call("c", math.inf))
@@ -206,7 +207,7 @@ async def test_a_resume_of_memory_keeps_the_pause_of_an_update(
     call = Call("c", math.inf)
     pause = memory.own_pause(server, state)
     await pause.begin(call)
-    await memory.resume(server, state, [], EVERYTHING, call)
+    await memory.resume(server, state, [], TAGS, call)
     assert sent[-1] == f"/pause?{MODES[again]}"
     assert state.stopped
     await pause.end(call)
