@@ -23,15 +23,13 @@ elements differ. So every element of a cell has the number of its cell. After a 
 parameter is compared, element by element, with its digits along the dimensions of the index. So each element of a view
 has the tensor's number, and its index along every dimension. A layout that is no pattern of strided boxes, or values
 that are no digits, give an :class:`Omission`. An engine that computes with loaded values may turn digits into other
-valid digits. This is not noticed here: :func:`prove` compares the views with the true tensors.
+valid digits. This is not noticed here, but by the digest of the true weights, which is computed through the views.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +41,7 @@ from rlctl.v1.common_pb2 import OUTCOME_DIRTY
 from rlctl.weights.tensor.slices import Shard
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl_servers.ranks.element_codes import INVALID, Code, bits_of, constant, encodable, ramp
-from rlctl_servers.ranks.element_regions import Axis, Grid, NotLinear, Piece, Region, fingerprint, join, merged, regions
+from rlctl_servers.ranks.element_regions import Grid, NotLinear, Piece, Region, fingerprint, join, merged, regions
 
 LoadAll = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """Loads full tensors by checkpoint name, like a load of a whole checkpoint with the engine's steps around it."""
@@ -95,38 +93,6 @@ class ParameterForm:
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Coverage of a parameter by the views.
-
-    Attributes:
-        elements: number of its elements.
-        covered: number of its elements that belong to tensors with views.
-        loaded: whether any loader writes the parameter.
-        padding: parts that no tensor fills, as indices by dimension. Not listed for a parameter without grid.
-    """
-
-    elements: int
-    covered: int
-    loaded: bool
-    padding: tuple[tuple[Axis, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class PassTime:
-    """Duration of one pass.
-
-    Attributes:
-        kind: "probe", "number" or "index".
-        load_s: seconds in the engine's loaders, encoding included.
-        read_s: seconds in reading the parameters.
-    """
-
-    kind: str
-    load_s: float
-    read_s: float
-
-
-@dataclass(frozen=True)
 class Layout:
     """Places of the checkpoint's tensors at one rank. Valid while the parameters keep names, shapes and strides.
 
@@ -135,16 +101,12 @@ class Layout:
         pieces: the boxes of each tensor at this rank. Several: disjoint parts, or copies (equal ``start``, ``size``).
         omissions: the tensors without pieces.
         parameters: forms of the parameters, each memory once.
-        coverage: by parameter.
-        passes: durations.
     """
 
     metas: Mapping[str, TensorMeta]
     pieces: Mapping[str, tuple[Piece, ...]]
     omissions: Mapping[str, Omission]
     parameters: Mapping[str, ParameterForm]
-    coverage: Mapping[str, Coverage]
-    passes: tuple[PassTime, ...]
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
         """Return the tensors of a single piece, as views of these parameters. Raises as :meth:`bind_all`."""
@@ -196,23 +158,6 @@ def find_layout(
         loaded |= late  # contained the probe's constant by chance
 
 
-def prove(
-    layout: Layout, parameters: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]
-) -> dict[str, Omission]:
-    """Compare all views with the loaded checkpoint, bit for bit. Return the tensors that differ.
-
-    ``read`` returns the full tensor of a name.
-    """
-    omissions = {}
-    for name, shards in layout.bind_all(parameters).items():
-        full = read(name)
-        for shard in shards:
-            expected = shard.slice.of(full).to(shard.local.device, shard.local.dtype)
-            if not torch.equal(bits_of(shard.local), bits_of(expected)):
-                omissions[name] = Omission(Omitted.NOT_LINEAR, "its views differ from the checkpoint that was loaded")
-    return omissions
-
-
 Encode = Callable[[int, TensorMeta], torch.Tensor]
 """Tensor number and description → the tensor to load."""
 
@@ -224,7 +169,6 @@ class _Rank:
         metas: the reference; a tensor's number is its place plus 1.
         device: device of the loaded tensors.
         forms: the searched parameters, each memory once.
-        passes: durations so far.
     """
 
     def __init__(
@@ -233,7 +177,6 @@ class _Rank:
         self.metas = metas
         self.device = device
         self.forms: dict[str, ParameterForm] = {}
-        self.passes: list[PassTime] = []
         self._load_all = load_all
         self._parameters = parameters
         places = set()
@@ -254,7 +197,7 @@ class _Rank:
     def probe(self) -> set[str]:
         """Load a constant, and return the parameters that changed."""
         high = self.code(self.forms).high
-        with self.read_after("probe", lambda _number, meta: constant(meta, high, self.device)):
+        with self.read_after(lambda _number, meta: constant(meta, high, self.device)):
             return self.changed()
 
     def changed(self, besides: Set[str] = frozenset()) -> set[str]:
@@ -275,9 +218,8 @@ class _Rank:
         return result
 
     @contextlib.contextmanager
-    def read_after(self, kind: str, encode: Encode) -> Iterator[None]:
-        """Load every tensor as encoded. Measure the load, and the reading inside the context."""
-        start = time.perf_counter()
+    def read_after(self, encode: Encode) -> Iterator[None]:
+        """Load every tensor as encoded, for the reading inside the context."""
         loading = ""
 
         def encoded() -> Iterator[tuple[str, torch.Tensor]]:
@@ -298,10 +240,8 @@ class _Rank:
                 next_step="Load the checkpoint again.",
                 outcome=OUTCOME_DIRTY,
             ) from error
-        loaded = time.perf_counter()
         with torch.inference_mode():
             yield
-        self.passes.append(PassTime(kind, loaded - start, time.perf_counter() - loaded))
 
     def _fingerprints(self, besides: Set[str] = frozenset()) -> dict[str, int]:
         return {name: fingerprint(tensor) for name, tensor in self.now().items() if name not in besides}
@@ -314,7 +254,6 @@ class _Search:
         self.code = rank.code(loaded)
         self._rank = rank
         self._loaded = loaded
-        self._parts: dict[str, list[Region]] = {}  # by parameter
         self._regions: dict[int, list[Region]] = {}  # by number of a tensor
         self._scattered: dict[str, set[int]] = {}  # parameter without parts → numbers that were seen in it
 
@@ -339,8 +278,7 @@ class _Search:
             if name in omissions and alias in pieces and metas[name].shape == metas[alias].shape:
                 pieces[name] = pieces[alias]
                 del omissions[name]
-        coverage = self._coverage(pieces)
-        return Layout(metas, pieces, omissions, dict(self._rank.forms), coverage, tuple(self._rank.passes))
+        return Layout(metas, pieces, omissions, dict(self._rank.forms))
 
     def _find_parts(self) -> None:
         """Find the parts of the parameters with passes of numbers."""
@@ -349,7 +287,7 @@ class _Search:
         count = len(self._rank.metas)
         for place in range(self.code.length(count)):
             digits = self.code.digit(torch.arange(count + 1), place).tolist()
-            with self._rank.read_after("number", partial(self._number, digits)):
+            with self._rank.read_after(partial(self._number, digits)):
                 parameters = self._rank.now()
                 for name, decoded in samples.items():
                     decoded.append(self.code.decode(_sample(parameters[name])))
@@ -358,14 +296,15 @@ class _Search:
                         grids.pop(name, None)
                     else:
                         grids[name].append(grid)
+        split: set[str] = set()
         for name, passes in grids.items():
             joined = join(passes, self.code.base) if passes else None
             parts = regions(name, joined, tuple(parameters[name].shape)) if joined is not None else None
             if parts is not None:
-                self._parts[name] = parts
+                split.add(name)
                 for region in parts:
                     self._regions.setdefault(region.number, []).append(region)
-        for name in samples.keys() - self._parts.keys():
+        for name in samples.keys() - split:
             self._scattered[name] = _numbers(samples[name], self.code.base)
 
     def _number(self, digits: Sequence[int], number: int, meta: TensorMeta) -> torch.Tensor:
@@ -379,7 +318,7 @@ class _Search:
         ]
         for step in range(max(map(len, plans), default=0)):
             steps = [plan[step] if step < len(plan) else None for plan in plans]
-            with self._rank.read_after("index", partial(self._index, steps, {})):
+            with self._rank.read_after(partial(self._index, steps, {})):
                 parameters = self._rank.now()
                 for number, (meta, at) in enumerate(zip(self._rank.metas, steps, strict=True), start=1):
                     for region in self._regions.get(number, []) if at else []:
@@ -442,19 +381,6 @@ class _Search:
                 Omitted.UNSEEN, f"no element of it was seen; {len(repacked)} parameters are repacked, {first} is one"
             )
         return Omission(Omitted.ABSENT, "no parameter of this rank contains an element of it")
-
-    def _coverage(self, pieces: Mapping[str, object]) -> dict[str, Coverage]:
-        result = {}
-        for name, form in self._rank.forms.items():
-            parts = self._parts.get(name, [])
-            covered = sum(
-                part.numel
-                for part in parts
-                if 0 < part.number <= len(self._rank.metas) and self._rank.metas[part.number - 1].name in pieces
-            )
-            padding = tuple(part.axes for part in parts if part.number == 0)
-            result[name] = Coverage(math.prod(form.shape), covered, name in self._loaded, padding)
-        return result
 
 
 def _searchable(tensor: torch.Tensor) -> bool:

@@ -157,10 +157,6 @@ class Region:
     indices: dict[int, Array] = field(default_factory=dict)
     failure: str = ""
 
-    @property
-    def numel(self) -> int:
-        return math.prod(axis.count for axis in self.axes)
-
     def add_digits(self, parameter: torch.Tensor, dim: int, weight: int, shift: int, decode: Decode) -> None:
         """Read the digits of the index along ``dim``. Every element is compared.
 

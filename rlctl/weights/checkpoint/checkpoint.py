@@ -126,23 +126,6 @@ class Checkpoint:
         self.read_into([(name, Slice(), tensor)])
         return tensor
 
-    def read_slice(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """Return ``tensor.narrow(dim, start, length)``, contiguous, in separate memory; only that slice is read.
-
-        Raises CHECKPOINT_NOT_FOUND as :meth:`read`, FIELD_INVALID for a slice outside the tensor.
-        """
-        entry = self._find(name)
-        meta, part = entry.meta, Slice(dim, start, length)
-        if not part.fits(meta.shape):
-            raise Reason.FIELD_INVALID.error(
-                f"{name}: no slice [{start}, {start + length}) of dimension {dim} in shape {meta.shape}",
-                field=self._field,
-            )
-        entry.file.check_unchanged()
-        tensor = torch.empty(part.shape(meta.shape), dtype=meta.dtype)
-        self.read_into([(name, part, tensor)])
-        return tensor
-
     def check_unchanged(self) -> None:
         for file in self.files:
             file.check_unchanged()

@@ -17,13 +17,10 @@ loaders; a name is never imported.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-
-import torch
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.serialized_tensors.payload import FLATTENED
@@ -37,9 +34,8 @@ from rlctl.weights.checkpoint.checkpoint import (
     open_files,
     read_config,
 )
-from rlctl.weights.checkpoint.safetensors_file import TensorFile, header_of
-from rlctl.weights.tensor.buckets import Bucket, pack
-from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, parse_dtype
+from rlctl.weights.checkpoint.safetensors_file import TensorFile
+from rlctl.weights.tensor.tensors import TensorMeta, parse_dtype
 
 DIRECT = "direct"
 STANDARD = ("", "auto", "safetensors")
@@ -101,27 +97,6 @@ def open_stored(path: str, load_format: str = "", *, rank: int = 0, size: int = 
         raise
     except Exception as error:  # third-party code
         raise _unreadable(path, f"loader {load_format!r} failed: {type(error).__name__}: {error}") from error
-
-
-def save_flattened(path: str | Path, buckets: Iterable[tuple[Bucket, Mapping[str, torch.Tensor]]]) -> None:
-    """Write ``model.safetensors`` of packed buckets into a directory; each bucket comes with its tensors.
-
-    Raises FIELD_REQUIRED and FIELD_INVALID as :func:`rlctl.weights.tensor.buckets.pack`.
-    """
-    packed: dict[str, torch.Tensor] = {}
-    contents: dict[str, list[list[object]]] = {}
-    for bucket, tensors in buckets:
-        key = f"bucket.{len(packed):05}"
-        packed[key] = pack(Bucket(bucket.sequence, bucket.metas, True), tensors).cpu().clone()
-        contents[key] = [
-            [meta.name, dtype_name(meta.dtype), meta.shape, start]
-            for meta, start in zip(bucket.metas, bucket.offsets, strict=True)
-        ]
-    header = header_of([TensorMeta.of(*entry) for entry in packed.items()], {BUCKETS: json.dumps(contents)})
-    with (Path(path) / "model.safetensors").open("wb") as file:
-        file.write(header)
-        for data in packed.values():
-            file.write(data.numpy().data)
 
 
 def _find(name: str) -> Loader:

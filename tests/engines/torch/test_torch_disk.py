@@ -33,12 +33,13 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDiskRequest,
 )
 from rlctl.weights.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from rlctl.weights.checkpoint.load_formats import register_loader, save_flattened, unregister_loader
+from rlctl.weights.checkpoint.load_formats import register_loader, unregister_loader
 from rlctl.weights.checkpoint.safetensors_file import TensorFile
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full
+from tests.support.flattened import save_flattened
 
 PROMPT = prompt_of(9)
 

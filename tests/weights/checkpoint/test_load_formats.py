@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from rlctl.contract.errors import NotFound, Reason, RlctlError
 from rlctl.weights.checkpoint import load_formats as loaders
 from rlctl.weights.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from rlctl.weights.checkpoint.load_formats import BUCKETS, load_formats, open_stored, save_flattened
+from rlctl.weights.checkpoint.load_formats import BUCKETS, load_formats, open_stored
 from rlctl.weights.checkpoint.safetensors_file import header_of
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.tensors import TensorMeta
+from tests.support.flattened import save_flattened
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
