@@ -70,6 +70,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit": ("rlctl.cli.commands.audit", "List changes and denied calls with their callers."),
     "tokens new": ("rlctl.cli.commands.tokens", "Make a token with scopes."),
     "tokens list": ("rlctl.cli.commands.tokens", "List principals and the ids of their tokens."),
+    "tokens limit": ("rlctl.cli.commands.tokens", "Set the quota of a principal."),
     "tokens revoke": ("rlctl.cli.commands.tokens", "Revoke tokens."),
     "generate": ("rlctl.cli.commands.generate", "Generate from prompts."),
     "demo": ("rlctl.cli.commands.demo", "Train a tiny model by GRPO through a fleet on this machine."),

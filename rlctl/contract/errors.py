@@ -11,6 +11,7 @@ Exceptions::
     ├── Unauthenticated      UNAUTHENTICATED      no valid token
     ├── Forbidden            PERMISSION_DENIED    the caller has no right to the call
     ├── Exhausted            RESOURCE_EXHAUSTED   too large, too many
+    │   └── QuotaExceeded    RESOURCE_EXHAUSTED   beyond the caller's quota; try again later
     ├── Unsupported          UNIMPLEMENTED        no target can, or not written yet
     ├── Unavailable          UNAVAILABLE          not reachable or not serving now; try again
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    the time is up
@@ -167,6 +168,12 @@ class Exhausted(RlctlError):
     http_status = 413
 
 
+class QuotaExceeded(Exhausted):
+    """Beyond the quota of the caller."""
+
+    http_status = 429
+
+
 class Unsupported(RlctlError):
     """No target can do this, or the code does not exist yet."""
 
@@ -277,6 +284,11 @@ class Reason(enum.Enum):
         Forbidden,
         "The caller's scopes do not allow the call.",
         "Use a token with the scope; an admin of the fleet makes one: `rlctl tokens new NAME --scope SCOPE`.",
+    )
+    QUOTA_EXCEEDED = (
+        QuotaExceeded,
+        "The principal has as many requests in flight at this server as its quota allows.",
+        "Wait until requests of the principal have ended; or change its quota: `rlctl tokens limit NAME NUMBER`.",
     )
     INSECURE_BIND = (
         InvalidRequest,

@@ -74,10 +74,15 @@ class Grant:
 
 @dataclass(frozen=True)
 class Principal:
-    """A caller that a server has authenticated, with its rights."""
+    """A caller that a server has authenticated, with its rights.
+
+    Attributes:
+        max_in_flight: quota: most requests in flight at one server; None: no quota.
+    """
 
     name: str
     grants: frozenset[Grant]
+    max_in_flight: int | None = None
 
     def has(self, scope: Scope) -> bool:
         """Return True if the principal has the scope, for at least one name."""
@@ -139,7 +144,10 @@ ANONYMOUS = Principal("anonymous", frozenset({Grant(Scope.FLEET)}))
 COORDINATOR = "coordinator"
 """Principal of operations that the coordinator starts without a caller."""
 
-RESERVED = frozenset({FLEET.name, ANONYMOUS.name, COORDINATOR})
+DEFAULT = "default"
+"""All principals without a quota of their own, in commands."""
+
+RESERVED = frozenset({FLEET.name, ANONYMOUS.name, COORDINATOR, DEFAULT})
 
 calling: ContextVar[Identity | None] = ContextVar("calling", default=None)
 """The call that the running task serves. None: no call; the process acts without a caller."""

@@ -42,6 +42,7 @@ class Verb:
         interrupts: breaks blocking work of the same update in the engine before the verb waits its turn.
         files: changes only files beside the engine; different outcomes of ranks leave no mixture.
         in_update: the coordinator sends the verb only as part of an open update.
+        relieves: ends work, or lets the fleet go on, and therefore begins beyond the quota of its caller.
         fleet: the coordinator offers the verb; false for the steps of the update protocol.
         scopes: scopes of which a caller of the coordinator needs one. At stages and workers only the fleet may call.
         implemented: the verb's code exists; otherwise the verb answers UNIMPLEMENTED.
@@ -60,6 +61,7 @@ class Verb:
     interrupts: bool = False
     files: bool = False
     in_update: bool = False
+    relieves: bool = False
     fleet: bool = True
     scopes: tuple[Scope, ...] = (Scope.FLEET,)
     implemented: bool = True
@@ -106,12 +108,22 @@ _ROWS = (
     _read("GetModelInfo", cli="model info", data="model_info"),
     _read("GetServerInfo", cli="server info", data="server_info"),
     _read("GetLoads", cli="loads", data="loads"),
-    Verb("PauseGeneration", RESIDENT | {"ASLEEP"}, 60, scopes=_UPDATE, cli="pause"),
-    Verb("ContinueGeneration", frozenset({"READY", "PAUSED"}), 60, scopes=_UPDATE, cli="continue"),
-    Verb("AbortRequests", JOINED, 30, ordered=False, waits=False, scopes=_ABORT, cli="abort", data="abort"),
+    Verb("PauseGeneration", RESIDENT | {"ASLEEP"}, 60, relieves=True, scopes=_UPDATE, cli="pause"),
+    Verb("ContinueGeneration", frozenset({"READY", "PAUSED"}), 60, relieves=True, scopes=_UPDATE, cli="continue"),
+    Verb(
+        "AbortRequests",
+        JOINED,
+        30,
+        ordered=False,
+        waits=False,
+        relieves=True,
+        scopes=_ABORT,
+        cli="abort",
+        data="abort",
+    ),
     Verb("FlushCache", SETTLED | {"UPDATING", "ASLEEP"}, 60, scopes=_WEIGHTS, cli="cache flush", data="flush"),
     Verb("ReleaseMemory", SETTLED | {"ASLEEP"}, 60, scopes=_WEIGHTS, cli="memory release", data="memory"),
-    Verb("ResumeMemory", JOINED - {"UPDATING"}, 60, scopes=_WEIGHTS, cli="memory resume", data="memory"),
+    Verb("ResumeMemory", JOINED - {"UPDATING"}, 60, relieves=True, scopes=_WEIGHTS, cli="memory resume", data="memory"),
     Verb(
         "UpdateWeightsFromDisk",
         frozenset({"UPDATING"}),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import Message
 
 from rlctl.contract.access import AUDITED, COORDINATOR_RPCS, FOLLOWS, Method, refusal
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import QuotaExceeded, Reason, RlctlError
 from rlctl.contract.scopes import calling, current_caller
 from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.audit import KEPT_S, MOST_SLOTS
@@ -338,7 +338,10 @@ def _audit_record(name: str, request: Any) -> coordinator_pb2.AuditRecord:
 
 
 def _allowed(coordinator: Coordinator, denials: Denials, name: str, method: Unary) -> Unary:
-    """Restrict a method to callers whose scopes cover the models and the adapter of the request."""
+    """Restrict a method to callers whose scopes cover the models and the adapter of the request.
+
+    Refusals by scope and by quota are noted as denied calls.
+    """
     needs = Method(name, COORDINATOR_RPCS[name])
 
     async def call(request: Message, remaining_s: float | None) -> Message:
@@ -348,7 +351,12 @@ def _allowed(coordinator: Coordinator, denials: Denials, name: str, method: Unar
             if refused is not None:
                 denials.note(identity, needs, refused, identity.host)
                 raise refused
-        return await method(request, remaining_s)
+        try:
+            return await method(request, remaining_s)
+        except QuotaExceeded as error:
+            if identity is not None:
+                denials.note(identity, needs, error, identity.host)
+            raise
 
     return call
 

@@ -229,6 +229,8 @@ class Coordinator:
         existing = self.operations.known(_header(request).request_id, request)
         if existing is None and not _header(request).fence.update_id:
             targets = self._targets(verb, request)[0]
+            if not self.implicit.flushed_in(request, targets):
+                self.operations.refuse_excess(verb.name)
             await self.implicit.settle(request, targets)
             if verb.waits:
                 await self.updates.go_first(verb.name, targets, timeout_s)
@@ -330,6 +332,7 @@ class Coordinator:
             exclusive=verb.waits and not (update_id or joined),
             model=_header(request).target.model,
             update_id=update_id,
+            step=bool(joined),
         )
 
     def _targets(self, verb: Verb, request: Message) -> tuple[list[Slot], list[ExcludedStage]]:

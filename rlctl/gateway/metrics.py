@@ -56,6 +56,10 @@ class GatewayMetrics:
             self.exposition.count(m.HTTP_REQUESTS, route, method, status)
             self.exposition.observe(m.HTTP_SECONDS, time.monotonic() - started, route, method)
 
+    def refused(self, principal: str) -> None:
+        """Count a request that a quota has refused."""
+        self.exposition.count(m.QUOTA_REFUSALS, principal)
+
     def ended(self, model: str, outcome: str, tokens: int) -> None:
         self.exposition.count(m.SAMPLES, model, outcome)
         if tokens:

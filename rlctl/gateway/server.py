@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 
 from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason, RlctlError, without_frames
+from rlctl.contract.scopes import calling
 from rlctl.gateway import dialects
 from rlctl.gateway.backend import generation_spans
 from rlctl.gateway.backend.service import Generation, Settings
@@ -37,6 +38,7 @@ from rlctl.transport.access_file import make_token
 from rlctl.transport.auth import Access, Standing, admit
 from rlctl.transport.channel import OnBehalf
 from rlctl.transport.denials import Denials
+from rlctl.transport.quotas import Quotas
 from rlctl.transport.tls.credentials import Tls, http_identity
 from rlctl.transport.tls.identity import GATEWAY, Identity, Role
 
@@ -152,6 +154,7 @@ class GatewayServer:
         make_generation = Generation if self._metrics is None else self._metrics.generation
         self.generation = self._generation = make_generation(self.fleet, config.generation)
         self.generation.tracer = tracer("rlctl-gateway")
+        self.generation.quotas = Quotas(self._denials, None if self._metrics is None else self._metrics.refused)
         self.dialect = dialects.load(config.dialect, self.generation)
         self.generation.any_model = self.dialect.any_model
         self.bodies = Bodies(self.dialect.body_bytes)
@@ -258,10 +261,14 @@ class GatewayServer:
         return _response(answer)
 
     def _admit(self, route: Route, call: Call, request: web.Request) -> None:
-        """Admit a call. Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, PEER_NOT_ALLOWED."""
+        """Admit a call; further work of the task runs in its name.
+
+        Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, PEER_NOT_ALLOWED.
+        """
         certificate = self._certificate(request)
         method = Method(f"{route.methods} {route.path}", route.scope.needs)
         caller = admit(self._access, method, call.headers, request.remote or "", self._denials, certificate)
+        calling.set(caller)
         if certificate is not None and self.config.access_file and call.token is None:
             call.act_for(OnBehalf(self.config.token or "", caller.principal.name))
 

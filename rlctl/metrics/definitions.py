@@ -72,6 +72,14 @@ EVENT_LOOP_LAG = Metric(
     QUICK,
 )
 
+QUOTA_REFUSALS = Metric(
+    "rlctl_quota_refusals_total",
+    "counter",
+    "Requests of generation that the quota of their principal refused. A principal with a quota is in the access file.",
+    (STAGE, GATEWAY),
+    ("principal",),
+)
+
 # Coordinator: operations and updates.
 
 OPERATIONS = _counter("rlctl_operations_total", "Ended operations.", COORDINATOR, "verb", "state")

@@ -14,6 +14,7 @@ RETRY_S = {
     Reason.VERSION_TOO_OLD: 1,
     Reason.NO_ROUTABLE_STAGE: 1,
     Reason.TOO_MANY_REQUESTS: 1,
+    Reason.QUOTA_EXCEEDED: 1,
     Reason.UPDATE_IN_PROGRESS: 1,
     Reason.OPERATION_CONFLICT: 1,
     Reason.UNREACHABLE: 1,

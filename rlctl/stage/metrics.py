@@ -14,6 +14,7 @@ from rlctl.metrics.exposition import Exposition, Sample
 from rlctl.ports import Clock
 from rlctl.stage.generation.service import Generation
 from rlctl.stage.serving_state import Serving
+from rlctl.transport.quotas import Quotas
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateResponse
 
 
@@ -27,8 +28,12 @@ class StageMetrics:
         self._running = 0
         self.exposition = Exposition(m.of(m.STAGE), self._state)
 
-    def generation(self, engine: Callable[[], Engine]) -> Generation:
-        return _MeasuredGeneration(engine, self._serving, self._clock, self)
+    def generation(self, engine: Callable[[], Engine], quotas: Quotas) -> Generation:
+        return _MeasuredGeneration(engine, self._serving, self._clock, quotas, self)
+
+    def refused(self, principal: str) -> None:
+        """Count a request that a quota has refused."""
+        self.exposition.count(m.QUOTA_REFUSALS, principal)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[GenerateResponse], None]]:
@@ -71,9 +76,14 @@ class StageMetrics:
 
 class _MeasuredGeneration(Generation):
     def __init__(
-        self, engine: Callable[[], Engine], serving: Callable[[], Serving], clock: Clock, metrics: StageMetrics
+        self,
+        engine: Callable[[], Engine],
+        serving: Callable[[], Serving],
+        clock: Clock,
+        quotas: Quotas,
+        metrics: StageMetrics,
     ) -> None:
-        super().__init__(engine, serving, clock)
+        super().__init__(engine, serving, clock, quotas)
         self._metrics = metrics
 
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:

@@ -28,8 +28,10 @@ from rlctl.stage.serving_state import Serving
 from rlctl.stage.state_machine import Stage
 from rlctl.transport import grpc
 from rlctl.transport.channel import bearer, open_channel
+from rlctl.transport.denials import Denials
 from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
+from rlctl.transport.quotas import Quotas
 from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.credentials import Tls
@@ -155,6 +157,7 @@ class StageServer:
         )
         self._rollout: GrpcServer | None = None
         self._generation: Generation | None = None
+        self._quotas: Quotas | None = None
         self._data_port: DataPort | None = None
         self.metrics_address = ""
         self._metrics = self._new_metrics() if config.metrics else None
@@ -199,12 +202,15 @@ class StageServer:
         return StageMetrics(self.config.model, self.config.slot, self._serving, self._clock)
 
     async def _start_rollout(self) -> str:
+        denials = Denials()
         if self._metrics is None:
-            generation = Generation(lambda: self._engine, self._serving, SystemClock())
+            quotas = Quotas(denials)
+            generation = Generation(lambda: self._engine, self._serving, SystemClock(), quotas)
         else:
-            generation = self._metrics.generation(lambda: self._engine)
+            quotas = Quotas(denials, self._metrics.refused)
+            generation = self._metrics.generation(lambda: self._engine, quotas)
             self._metrics.exposition.watch_loop("rollout")
-        self._generation = generation
+        self._generation, self._quotas = generation, quotas
         service = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
         methods: dict[str, Unary | Streaming | Bidirectional] = {
             "Generate": generation.generate,
@@ -220,6 +226,7 @@ class StageServer:
             access_file=config.access_file,
             insecure=config.insecure,
             tls=config.tls,
+            denials=denials,
         )
         return await self._rollout.start(self.config.rollout_listen)
 
@@ -238,6 +245,7 @@ class StageServer:
             lambda: self._engine,
             self._serving,
             SystemClock(),
+            quotas=self._quotas,
             token=config.token,
             access_file=config.access_file,
             insecure=config.insecure,

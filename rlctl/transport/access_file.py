@@ -33,6 +33,9 @@ LOOK_S = 1.0
 
 ID_LENGTH = 8
 
+MOST_IN_FLIGHT = 1_000_000
+"""Largest quota of a principal."""
+
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -65,28 +68,46 @@ class TokenHash:
 
 @dataclass(frozen=True)
 class Entry:
-    """A principal. ``certificates``: URIs of the identities that authenticate the principal."""
+    """A principal.
+
+    Attributes:
+        certificates: URIs of the identities that authenticate the principal.
+        max_in_flight: quota of requests in flight at each server; None: the quota of the file.
+    """
 
     name: str
     scopes: tuple[Grant, ...]
     tokens: tuple[TokenHash, ...] = ()
     certificates: tuple[str, ...] = ()
+    max_in_flight: int | None = None
 
-    @property
-    def principal(self) -> Principal:
-        return Principal(self.name, frozenset(self.scopes))
+    def principal(self, max_in_flight: int | None) -> Principal:
+        """Return the principal. ``max_in_flight``: the quota of the file."""
+        own = self.max_in_flight
+        return Principal(self.name, frozenset(self.scopes), max_in_flight if own is None else own)
 
 
-def read(path: Path) -> dict[str, Entry]:
+class Principals(dict[str, Entry]):
+    """The principals of a file, by name.
+
+    Attributes:
+        max_in_flight: quota of each principal without a quota of its own; None: no quota.
+    """
+
+    max_in_flight: int | None = None
+
+
+def read(path: Path) -> Principals:
     """Return the principals of a file by name. Raises FIELD_INVALID that names the invalid entry."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise _invalid(path, f"it cannot be read: {error}") from None
-    top = _fields(path, "the file", document, {"version": int, "principals": list})
+    top = _fields(path, "the file", document, {"version": int, "principals": list}, {"max_in_flight": int})
     if top["version"] != VERSION:
         raise _invalid(path, f"version is {top['version']}; this rlctl reads version {VERSION}")
-    entries: dict[str, Entry] = {}
+    entries = Principals()
+    entries.max_in_flight = _quota(path, "max_in_flight", top)
     hashes: set[str] = set()
     subjects: set[str] = set()
     for index, each in enumerate(top["principals"]):
@@ -100,9 +121,14 @@ def read(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def write(path: Path, entries: Mapping[str, Entry]) -> None:
-    """Replace the file atomically, so that a server never reads half of the file."""
-    document = {"version": VERSION, "principals": [_document(entry) for _, entry in sorted(entries.items())]}
+def write(path: Path, entries: Mapping[str, Entry], *, max_in_flight: int | None = None) -> None:
+    """Replace the file atomically, so that a server never reads half of the file.
+
+    ``max_in_flight``: quota of each principal without a quota of its own.
+    """
+    quota = {} if max_in_flight is None else {"max_in_flight": max_in_flight}
+    principals = [_document(entry) for _, entry in sorted(entries.items())]
+    document = {"version": VERSION, **quota, "principals": principals}
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         private_files.make_directory(path.parent)
@@ -172,10 +198,10 @@ class AccessFile:
         self._seen, self._trouble = stamp, ""
         log.info("%s was read again: %d principals", self.path, len(self._by_name))
 
-    def _take(self, entries: Mapping[str, Entry]) -> None:
+    def _take(self, entries: Principals) -> None:
         hashes, certificates, names = {}, {}, {}
         for entry in entries.values():
-            principal = names[entry.name] = entry.principal
+            principal = names[entry.name] = entry.principal(entries.max_in_flight)
             hashes.update({token.sha256: (principal, token) for token in entry.tokens})
             certificates.update(dict.fromkeys(entry.certificates, principal))
         self._by_hash, self._by_certificate, self._by_name = hashes, certificates, names
@@ -196,7 +222,8 @@ class AccessFile:
 
 
 def _entry(path: Path, where: str, value: object) -> Entry:
-    fields = _fields(path, where, value, {"name": str, "scopes": list}, {"tokens": list, "certificates": list})
+    optional = {"tokens": list, "certificates": list, "max_in_flight": int}
+    fields = _fields(path, where, value, {"name": str, "scopes": list}, optional)
     name = fields["name"]
     if not PRINCIPAL.fullmatch(name) or name in RESERVED:
         raise _invalid(path, f"{where}.name: {name!r} is no name of a principal")
@@ -209,9 +236,15 @@ def _entry(path: Path, where: str, value: object) -> Entry:
     tokens = tuple(
         _token(path, f"{where}.tokens[{index}]", each) for index, each in enumerate(fields.get("tokens", []))
     )
-    return Entry(
-        name, tuple(scopes), tokens, tuple(_texts(path, f"{where}.certificates", fields.get("certificates", [])))
-    )
+    certificates = tuple(_texts(path, f"{where}.certificates", fields.get("certificates", [])))
+    return Entry(name, tuple(scopes), tokens, certificates, _quota(path, f"{where}.max_in_flight", fields))
+
+
+def _quota(path: Path, where: str, fields: Mapping[str, Any]) -> int | None:
+    quota: int | None = fields.get("max_in_flight")
+    if quota is not None and not 1 <= quota <= MOST_IN_FLIGHT:
+        raise _invalid(path, f"{where} is {quota}; it must be from 1 to {MOST_IN_FLIGHT}")
+    return quota
 
 
 def _token(path: Path, where: str, value: object) -> TokenHash:
@@ -238,7 +271,7 @@ def _fields(
     if missing := [name for name in required if name not in value]:
         raise _invalid(path, f"{where} lacks {', '.join(missing)}")
     for name, each in value.items():
-        if not isinstance(each, types[name]):
+        if not isinstance(each, types[name]) or isinstance(each, bool):
             raise _invalid(path, f"{where}.{name} must be of type {types[name].__name__}")
     return value
 
@@ -263,6 +296,8 @@ def _document(entry: Entry) -> dict[str, Any]:
         ]
     if entry.certificates:
         document["certificates"] = list(entry.certificates)
+    if entry.max_in_flight is not None:
+        document["max_in_flight"] = entry.max_in_flight
     return document
 
 

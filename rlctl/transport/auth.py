@@ -247,7 +247,14 @@ class Standing:
 
 
 class _Admission:
+    """The admission of a call.
+
+    Attributes:
+        identity: of the caller, as last admitted.
+    """
+
     def __init__(self, guard: AccessGuard, metadata: Mapping[str, Any], method: Method) -> None:
+        self.identity: Identity | None = None
         self._guard = guard
         self._metadata = metadata
         self._method = method
@@ -260,11 +267,12 @@ class _Admission:
     def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> Standing:
         """Admit the call; further work of the task runs in its name. Raises the refusal."""
         standing = Standing(self._guard.access, lambda: self._admit(context))
-        calling.set(self._admit(context))
+        self._admit(context)
+        calling.set(self.identity)
         return standing
 
-    def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
-        return self._guard.admit(self._metadata, self._method, context)
+    def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.identity = self._guard.admit(self._metadata, self._method, context)
 
 
 class _CheckedContext:
@@ -296,7 +304,7 @@ def _guarded(handler: Any, admission: _Admission) -> grpc.RpcMethodHandler[Any, 
         standing = await _enter(admission, context, requests)
         checked: Any = context
         if not admission.lasts:
-            requests, checked = _checked(requests, standing), _CheckedContext(context, standing)
+            requests, checked = _checked(requests, standing, admission), _CheckedContext(context, standing)
         await _relay(handler.stream_stream(requests, checked), checked)
 
     read, write = handler.request_deserializer, handler.response_serializer
@@ -337,7 +345,8 @@ async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> N
         await abort(context, error)
 
 
-async def _checked(requests: AsyncIterator[Any], standing: Standing) -> AsyncIterator[Any]:
+async def _checked(requests: AsyncIterator[Any], standing: Standing, admission: _Admission) -> AsyncIterator[Any]:
     async for request in requests:
         standing.check()  # an error ends the stream
+        calling.set(admission.identity)  # the access file may have given the principal another quota
         yield request

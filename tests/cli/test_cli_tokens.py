@@ -128,3 +128,31 @@ def test_the_audit_is_a_table_and_jsonl(rlctl: LiveFleet) -> None:
     assert before["operation_id"] == operation["operation_id"]
     assert rlctl("audit", "--denied", "-o", "json").data == []
     assert rlctl("audit", "--since", "1h", "--principal", "nobody", "-o", "name").out == ""
+
+
+def test_a_principal_has_the_quota_of_the_file_unless_it_has_its_own(cli: Cli, file: Path) -> None:
+    token = new(cli, "ci", "--scope", "rollout", "--max-in-flight", "2")
+    new(cli, "other", "--scope", "rollout")
+    assert Access(None, str(file)).authenticate(dict(bearer(token))).principal.max_in_flight == 2
+    assert cli("tokens", "limit", "default", "100").code == 0
+    new(cli, "ci")
+    assert cli("--yes", "tokens", "revoke", "ci", "--keep-newest").code == 0
+    assert (read(file).max_in_flight, read(file)["ci"].max_in_flight, read(file)["other"].max_in_flight) == (
+        *(100, 2),
+        None,
+    )
+    quotas = {row["name"]: row["quota"] for row in json.loads(cli("tokens", "list", "-o", "json").out)}
+    assert quotas == {"ci": 2, "other": 100}
+    changed = cli("tokens", "limit", "ci", "8")
+    assert changed.code == 0
+    assert "ci has a quota of 8 requests in flight at each server." in changed.err
+    conflict = cli("tokens", "new", "ci", "--max-in-flight", "9")
+    assert conflict.code == 2
+    assert "rlctl tokens limit ci 9" in conflict.err
+    assert "ci has a quota of 100" in cli("tokens", "limit", "ci", "none").err
+    assert "Principals without a quota of their own have no quota." in cli("tokens", "limit", "default", "none").err
+    before = file.read_bytes()
+    for wrong in ("0", "-1", "many", "1000001"):
+        assert cli("tokens", "limit", "--", "ci", wrong).code == 2, wrong
+    assert cli("tokens", "limit", "absent", "1").code == 2
+    assert file.read_bytes() == before

@@ -15,10 +15,12 @@ from rlctl.cli.app.types import DURATION
 from rlctl.cli.render.printer import View, show
 from rlctl.cli.render.tables import Table
 from rlctl.contract.errors import Reason
-from rlctl.contract.scopes import PRINCIPAL, RESERVED, Grant
+from rlctl.contract.scopes import DEFAULT, PRINCIPAL, RESERVED, Grant
 
 if TYPE_CHECKING:
-    from rlctl.transport.access_file import Entry
+    from rlctl.transport.access_file import Entry, Principals
+
+QUOTA = click.IntRange(1, 1_000_000)
 
 _file = click.option(
     "--file",
@@ -48,6 +50,12 @@ _file = click.option(
     metavar="URI",
     help="Let the certificate rlctl://FLEET/client/NAME stand for the principal, instead of a new token.  [repeatable]",
 )
+@click.option(
+    "--max-in-flight",
+    type=QUOTA,
+    metavar="NUMBER",
+    help="Quota of a new principal: its most requests in flight at each server.  [default: the quota of the file]",
+)
 @_file
 @pass_settings
 def tokens_new(
@@ -56,6 +64,7 @@ def tokens_new(
     scopes: tuple[str, ...],
     expires: float | None,
     certificates: tuple[str, ...],
+    max_in_flight: int | None,
     file: Path,
 ) -> None:
     """Make a token, and print it: the file keeps only its hash.
@@ -74,7 +83,7 @@ def tokens_new(
             + ", ".join(sorted(RESERVED)),
             field="name",
         )
-    entries = access_file.read(file) if file.exists() else {}
+    entries = access_file.read(file) if file.exists() else access_file.Principals()
     entry = entries.get(name)
     if entry is None and not grants:
         raise Reason.FIELD_REQUIRED.error("a new principal needs a scope", field="--scope")
@@ -84,14 +93,20 @@ def tokens_new(
             field="--scope",
             next_step="Leave --scope out, revoke the principal first, or choose another name.",
         )
-    entry = entry or access_file.Entry(name, grants)
+    if entry is not None and max_in_flight not in (None, entry.max_in_flight):
+        raise Reason.FIELD_CONFLICT.error(
+            f"{name} is in the file; all tokens of a principal share one quota",
+            field="--max-in-flight",
+            next_step=f"Leave --max-in-flight out, and change the quota: `rlctl tokens limit {name} {max_in_flight}`.",
+        )
+    entry = entry or access_file.Entry(name, grants, max_in_flight=max_in_flight)
     now = time.time()
     token = "" if certificates else access_file.make_token()
     if token:
         token_hash = access_file.TokenHash(access_file.hash_of(token), now, None if expires is None else now + expires)
         entry = dataclasses.replace(entry, tokens=(*entry.tokens, token_hash))
     entry = dataclasses.replace(entry, certificates=tuple(dict.fromkeys((*entry.certificates, *certificates))))
-    access_file.write(file, {**entries, name: entry})
+    access_file.write(file, {**entries, name: entry}, max_in_flight=entries.max_in_flight)
     if token:
         show(settings, View({"name": name, "token": token}, lambda _: [Table(("TOKEN",), [[token]])], lambda: [token]))
     settings.say(f"{name} has {', '.join(map(str, entry.scopes))}." + " The token is not shown again." * bool(token))
@@ -104,8 +119,9 @@ def tokens_list(settings: Settings, file: Path) -> None:
     """List the principals, with the ids of their tokens."""
     from rlctl.transport import access_file
 
-    rows = [row for entry in access_file.read(file).values() for row in _rows(entry)]
-    headers = ("NAME", "SCOPES", "TOKEN", "CREATED", "EXPIRES", "CERTIFICATE")
+    entries = access_file.read(file)
+    rows = [row for entry in entries.values() for row in _rows(entry, entries.max_in_flight)]
+    headers = ("NAME", "SCOPES", "QUOTA", "TOKEN", "CREATED", "EXPIRES", "CERTIFICATE")
     table = Table(headers, [[str(row[header.lower()] or "") for header in headers] for row in rows])
     show(settings, View(rows, lambda _: [table], lambda: list(dict.fromkeys(str(row["name"]) for row in rows))))
 
@@ -124,30 +140,66 @@ def tokens_revoke(settings: Settings, name: str, token_id: str | None, keep_newe
     from rlctl.transport import access_file
 
     entries = access_file.read(file)
-    entry = entries.get(name)
-    if entry is None:
-        raise Reason.FIELD_INVALID.error(
-            f"{file} has no principal {name!r}; it has: {', '.join(entries) or 'none'}", field="name"
-        )
+    entry = _of_name(file, entries, name)
     if token_id and keep_newest:
         raise Reason.FIELD_CONFLICT.error("--token and --keep-newest exclude each other", field="--token")
     if not token_id and not keep_newest:
         settings.confirm(f"Revoke {name}, with {len(entry.tokens)} tokens?")
-        access_file.write(file, {key: each for key, each in entries.items() if key != name})
+        remaining_entries = {key: each for key, each in entries.items() if key != name}
+        access_file.write(file, remaining_entries, max_in_flight=entries.max_in_flight)
         settings.say(f"{name} is revoked.")
         return
     remaining = entry.tokens[-1:] if keep_newest else tuple(token for token in entry.tokens if token.id != token_id)
     if len(remaining) == len(entry.tokens):
         token_ids = ", ".join(token.id for token in entry.tokens) or "none"
         raise Reason.FIELD_INVALID.error(f"there is nothing to revoke; {name} has tokens: {token_ids}", field="--token")
-    access_file.write(file, {**entries, name: dataclasses.replace(entry, tokens=remaining)})
+    replaced = {**entries, name: dataclasses.replace(entry, tokens=remaining)}
+    access_file.write(file, replaced, max_in_flight=entries.max_in_flight)
     settings.say(f"{len(entry.tokens) - len(remaining)} tokens of {name} are revoked, {len(remaining)} remain.")
 
 
-def _rows(entry: Entry) -> list[dict[str, Any]]:
+@click.command("limit", cls=Command)
+@click.argument("name")
+@click.argument("limit", metavar="NUMBER|none")
+@_file
+@pass_settings
+def tokens_limit(settings: Settings, name: str, limit: str, file: Path) -> None:
+    """Set the quota of a principal: its most requests in flight at each server.
+
+    The name `default` sets the quota of the file, for principals without a quota of their own. `none` removes a quota.
+    Later requests obey the change within a second; requests in flight go on.
+    """
+    from rlctl.transport import access_file
+
+    quota = None if limit == "none" else QUOTA(limit, None, click.get_current_context())
+    entries = access_file.read(file)
+    if name == DEFAULT:
+        access_file.write(file, entries, max_in_flight=quota)
+        settings.say(f"Principals without a quota of their own have {_quota(quota)}.")
+        return
+    entry = dataclasses.replace(_of_name(file, entries, name), max_in_flight=quota)
+    access_file.write(file, {**entries, name: entry}, max_in_flight=entries.max_in_flight)
+    settings.say(f"{name} has {_quota(entry.principal(entries.max_in_flight).max_in_flight)}.")
+
+
+def _quota(limit: int | None) -> str:
+    return "no quota" if limit is None else f"a quota of {limit} requests in flight at each server"
+
+
+def _of_name(file: Path, entries: Principals, name: str) -> Entry:
+    entry = entries.get(name)
+    if entry is None:
+        raise Reason.FIELD_INVALID.error(
+            f"{file} has no principal {name!r}; it has: {', '.join(entries) or 'none'}", field="name"
+        )
+    return entry
+
+
+def _rows(entry: Entry, max_in_flight: int | None) -> list[dict[str, Any]]:
     def row(**own: Any) -> dict[str, Any]:
         empty = {"token": "", "created": "", "expires": "", "certificate": ""}
-        return {"name": entry.name, "scopes": ", ".join(map(str, entry.scopes)), **empty, **own}
+        quota = entry.principal(max_in_flight).max_in_flight
+        return {"name": entry.name, "scopes": ", ".join(map(str, entry.scopes)), "quota": quota, **empty, **own}
 
     rows = [
         row(token=token.id, created=_moment(token.created), expires=_moment(token.expires)) for token in entry.tokens

@@ -6,14 +6,16 @@ import asyncio
 import bisect
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 from google.protobuf.message import Message
 
 from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
 from rlctl.contract.outcomes import explain_operation, of_targets
-from rlctl.contract.scopes import current_caller, current_traceparent
+from rlctl.contract.quotas import excess_operations
+from rlctl.contract.scopes import calling, current_caller, current_traceparent
+from rlctl.contract.verbs import VERBS
 from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet.roster import Roster, Slot, names
 from rlctl.coordinator.journal.records import parsed
@@ -59,6 +61,8 @@ class Run:
         """Time of the acceptance, on the clock's ``now``."""
         self.ended_at = float("inf")
         """Time of the end, on the clock's ``now``."""
+        self.step = False
+        """Whether the operation is a step of an open update, and so no operation of its caller beside the update."""
         self.traceparent = ""
         """W3C trace context of the call that started the operation."""
         self.task: asyncio.Task[None] | None = None
@@ -178,6 +182,7 @@ class Operations:
         self._roster = roster
         self._clock = clock
         self._runs: dict[str, Run] = {}
+        self._running: dict[str, Run] = {}
         self._ended: dict[str, int] = {}
         """Bytes of the ended operations, by id, in the order of the ends."""
         self._ended_bytes = 0
@@ -248,15 +253,17 @@ class Operations:
         exclusive: bool,
         model: str = "",
         update_id: str = "",
+        step: bool = False,
         changes: Sequence[Put] = (),
     ) -> Run:
         """Accept an operation: journal the record with ``changes`` in one transaction, then run ``work`` in a task.
 
         A disconnect of the caller does not cancel the task. ``work`` adds the results. An error of ``work`` ends the
         operation FAILED, CANCELLED after :meth:`give_up`, or UNKNOWN if a result is UNKNOWN or the error is a defect.
+        ``step``: the operation belongs to an open update, as every operation with the ``update_id`` of another one.
 
         Raises OPERATION_CONFLICT for an exclusive operation while an exclusive operation runs on a target, and
-        REQUEST_ID_REUSED if an operation was accepted under the id since the caller's check.
+        REQUEST_ID_REUSED if an operation was accepted under the id since the caller's check. Raises QUOTA_EXCEEDED.
         """
         operation_id = request.header.request_id or self.new_id()  # type: ignore[attr-defined]
         if self.known(operation_id, request) is not None:
@@ -264,6 +271,9 @@ class Operations:
                 f"request_id {operation_id} was used for another {self._runs[operation_id].operation.verb}",
                 field="header.request_id",
             )
+        step = step or update_id not in ("", operation_id)
+        if not step:
+            self.refuse_excess(verb)
         if exclusive:
             self._hold(operation_id, targets)
         operation = Operation(
@@ -280,13 +290,14 @@ class Operations:
             caller=current_caller(),
         )
         run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
+        run.step = step
         run.begun_at = self._clock.now()
         run.traceparent = current_traceparent()
-        self._runs[operation_id] = run
+        self._runs[operation_id] = self._running[operation_id] = run
         try:
             await self._journal.write([*changes, _put(run.record)])
         except BaseException as error:
-            del self._runs[operation_id]
+            del self._runs[operation_id], self._running[operation_id]
             self._release(operation_id)
             # A repeat may have joined the operation meanwhile. The repeat is refused as well, and may be sent again.
             run.operation.state = OPERATION_STATE_FAILED
@@ -358,6 +369,7 @@ class Operations:
                 error,
             )
         finally:
+            self._running.pop(run.operation.operation_id, None)
             self._ended[run.operation.operation_id] = size
             self._ended_bytes += size
             run.ended_at = self._clock.now()
@@ -453,13 +465,33 @@ class Operations:
 
     def running(self) -> list[Operation]:
         """Return the operations that have not ended."""
-        return [run.operation for key, run in self._runs.items() if key not in self._ended]
+        return [run.operation for run in self._running.values()]
 
     async def stop(self, within_s: float) -> None:
         """Wait for running operations, at most ``within_s``."""
         running = [run.task for run in self._runs.values() if run.task and not run.task.done()]
         if running:
             await asyncio.wait(running, timeout=within_s)
+
+    def refuse_excess(self, verb: str, ends: Collection[str] = ()) -> None:
+        """Raise QUOTA_EXCEEDED if the caller may have no further operation under way. Steps of updates do not count.
+
+        ``ends``: operations that the further operation ends.
+        """
+        identity = calling.get()
+        if identity is None:  # the coordinator itself
+            return
+        relieves = _relieves(verb)
+        under_way = sum(
+            run.operation.caller.principal == identity.principal.name
+            and _relieves(run.operation.verb) == relieves
+            and not run.step
+            for key, run in self._running.items()
+            if key not in ends
+        )
+        refusal = excess_operations(identity.principal, under_way, relieves=relieves)
+        if refusal is not None:
+            raise refusal
 
     def refuse_held(self, targets: Sequence[Slot]) -> None:
         """Raise OPERATION_CONFLICT if an exclusive operation is running on one of the stages."""
@@ -496,6 +528,11 @@ class Operations:
 
     def _done_at(self, operation_id: str) -> int:
         return self._runs[operation_id].operation.done_time.ToNanoseconds()
+
+
+def _relieves(verb: str) -> bool:
+    """Return :attr:`Verb.relieves`; False for an operation that is no verb of the table."""
+    return verb in VERBS and VERBS[verb].relieves
 
 
 def page_token(run: Run) -> str:

@@ -154,6 +154,7 @@ class Implicit:
         raise AssertionError(f"{type(request).__name__} belongs to the table's way")
 
     async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
+        self._operations.refuse_excess("UnloadAdapter")
         await self._updates.go_first("UnloadAdapter", self._updates.adapter_holders(request)[0], timeout_s)
         targets, excluded = self._updates.adapter_holders(request)
         self._updates.refuse_outsider(targets, "")

@@ -193,6 +193,7 @@ class Updates:
         adapter: Adapter | None = None,
     ) -> Update:
         self._planner.refuse(begin)
+        self._operations.refuse_excess(verb)
         await self._healer.make_way(begin.model)
         update = self._plan(begin, timeout_s, adapter)
         vet(update)
@@ -211,7 +212,9 @@ class Updates:
             older = begin.trainer.incarnation < request.trainer.incarnation
             return begin.model == request.model and verb == TRAINERS_UPDATE and older
 
-        for update in filter(is_older, list(self._open.values())):
+        older_updates = list(filter(is_older, self._open.values()))
+        self._operations.refuse_excess(TRAINERS_UPDATE, ends=[update.update_id for update in older_updates])
+        for update in older_updates:
             self._planner.targets(request)  # a refused begin must not end an update
             update.owner.decide(verdict=Reason.TRAINER_FENCED.error(f"{request.trainer.name or 'a trainer'} took over"))
             with contextlib.suppress(TimeoutError):
@@ -431,7 +434,9 @@ class Updates:
             await self._see_through(update, content)
 
         async with self._roster.publishing:
-            self._operations.refuse_held(update.frozen)  # before a sequence and groups are reserved
+            # Both before a sequence and groups are reserved.
+            self._operations.refuse_held(update.frozen)
+            self._operations.refuse_excess(verb)
             update.abandoned = self._planner.add_groups(plan, begin, update.targets)
             record = next_record(model, begin.trainer.incarnation)
             run = await self._operations.start(

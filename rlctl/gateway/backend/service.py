@@ -19,6 +19,8 @@ from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport.channel import Credentials, refuse_large
+from rlctl.transport.denials import Denials
+from rlctl.transport.quotas import Quotas
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.rollout_pb2 import GenerateRequest
 
@@ -80,6 +82,7 @@ class Generation:
         ports: client of the data ports of stages.
         inflight: samples and forwarded requests under way.
         inflight_bytes: size of the requests under way.
+        quotas: quotas of the callers, in samples and forwarded requests.
         tracer: makes spans of samples and forwarded requests, if set.
         any_model: accept any text as OpenAI's ``model`` if only one model can be meant.
     """
@@ -92,13 +95,14 @@ class Generation:
         self.inflight = self.inflight_bytes = 0
         self.any_model = False
         self.tracer: Tracer | None = None
+        self.quotas = Quotas(Denials())
         self._rollouts: dict[str, AsyncRollout] = {}
 
     def with_settings(self, settings: Settings) -> Generation:
         """Return a generation with other settings and the same fleet, tokenizers and connections to stages."""
         generation = self._like(settings)
         generation.tokenizers, generation.ports, generation.any_model = self.tokenizers, self.ports, self.any_model
-        generation.tracer = self.tracer
+        generation.tracer, generation.quotas = self.tracer, self.quotas
         return generation
 
     def _like(self, settings: Settings) -> Generation:
@@ -186,12 +190,13 @@ class Generation:
         self.check_count(sum(wanted), n if max(wanted) > 1 else prompts)
 
     def check_count(self, samples: int, field: str) -> None:
-        """Raise FIELD_INVALID for more samples than may be under way together."""
+        """Raise FIELD_INVALID for more samples than may be under way together, here or of the caller."""
         if samples > self.settings.max_inflight:
             raise Reason.FIELD_INVALID.error(
                 f"{samples} samples are more than may be under way in this gateway, {self.settings.max_inflight}",
                 field=field,
             )
+        self.quotas.check_count(samples, field)
 
     @staticmethod
     def check_bytes(size: int, together: int) -> None:

@@ -164,7 +164,7 @@ def _path(call: Call) -> str:
 
 
 async def _forward(call: Call, request: _Request) -> Answer:
-    """Return a stage's response. Raises the refusal of all stages, and TOO_MANY_REQUESTS."""
+    """Return a stage's response. Raises the refusal of all stages, TOO_MANY_REQUESTS and QUOTA_EXCEEDED."""
     pieces = _pieces(call, request)
     head = cast(_Head, await anext(pieces))
     body = cast(AsyncGenerator[bytes, None], pieces)
@@ -191,7 +191,7 @@ async def _pieces(call: Call, request: _Request) -> AsyncGenerator[_Head | bytes
         place=request.place,
     )
     spanned = generation_spans.generating(generation.tracer, request.model)
-    with generation.under_way(len(body)), spanned as span, forwarded as forwarding:
+    with generation.quotas.places(), generation.under_way(len(body)), spanned as span, forwarded as forwarding:
         while (attempt := await forwarding.attempt()) is not None:
             with attempt, contextlib.closing(generation.ports.at(attempt)) as exchange:
                 headers = CIMultiDict(request.headers)

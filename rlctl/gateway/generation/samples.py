@@ -83,16 +83,18 @@ def _joined(parts: Sequence[Sample]) -> Sample:
 
 
 async def whole(call: Call, samples: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """Return the ended samples. Raises the first error; the other samples are then stopped."""
+    """Return the ended samples. Raises QUOTA_EXCEEDED, and the first error; the other samples are then stopped."""
     place = await place_of(call)
     tasks: list[asyncio.Task[RolloutSample]] = []
-    try:
-        await _start(
-            tasks, (call.generation.complete(sample, credentials=call.credentials, place=place) for sample in samples)
-        )
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end(tasks)
+    with call.generation.quotas.places(len(samples)):
+        try:
+            await _start(
+                tasks,
+                (call.generation.complete(sample, credentials=call.credentials, place=place) for sample in samples),
+            )
+            return await asyncio.gather(*tasks)
+        finally:
+            await _end(tasks)
 
 
 async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerator[News, None]:
@@ -126,22 +128,25 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
 
     tasks: list[asyncio.Task[None]] = []
     remaining = len(samples)
-    try:
-        await _start(tasks, (run(index) for index in range(len(samples))))
-        while remaining:
-            index_or_error = await changed.get()
-            if isinstance(index_or_error, RlctlError):
-                raise index_or_error
-            parts = waiting.pop(index_or_error, ())
-            ended_sample = ended.pop(index_or_error, None)
-            remaining -= ended_sample is not None
-            if parts or ended_sample is not None:
-                part = _joined(parts)
-                text = texts[index_or_error].more("".join(each.text for each in parts))
-                part.text = text if ended_sample is None else text + texts[index_or_error].rest(ended_sample.whole.text)
-                yield News(index_or_error, part, prompts[index_or_error], ended_sample)
-    finally:
-        await _end(tasks)
+    with call.generation.quotas.places(len(samples)):
+        try:
+            await _start(tasks, (run(index) for index in range(len(samples))))
+            while remaining:
+                index_or_error = await changed.get()
+                if isinstance(index_or_error, RlctlError):
+                    raise index_or_error
+                parts = waiting.pop(index_or_error, ())
+                ended_sample = ended.pop(index_or_error, None)
+                remaining -= ended_sample is not None
+                if parts or ended_sample is not None:
+                    part = _joined(parts)
+                    text = texts[index_or_error].more("".join(each.text for each in parts))
+                    part.text = (
+                        text if ended_sample is None else text + texts[index_or_error].rest(ended_sample.whole.text)
+                    )
+                    yield News(index_or_error, part, prompts[index_or_error], ended_sample)
+        finally:
+            await _end(tasks)
 
 
 async def _start(tasks: list[asyncio.Task[T]], works: Iterable[Coroutine[Any, Any, T]]) -> None:

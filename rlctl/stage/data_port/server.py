@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason, RlctlError, without_frames
-from rlctl.contract.scopes import Scope
+from rlctl.contract.scopes import Scope, calling
 from rlctl.engine import Engine, HttpExchange, HttpHead, HttpRequest, HttpRoute
 from rlctl.ports import Clock
 from rlctl.runtime import http_errors, http_limits
@@ -26,6 +26,7 @@ from rlctl.stage.generation.gate_watch import Ongoing, OngoingRequest
 from rlctl.stage.serving_state import Serving
 from rlctl.transport.auth import Access, Standing, admit
 from rlctl.transport.denials import Denials
+from rlctl.transport.quotas import Quotas
 from rlctl.transport.tls.credentials import Tls, http_identity
 from rlctl.transport.tls.identity import DATA_PORT
 
@@ -73,12 +74,16 @@ class DataPort:
         serving: Callable[[], Serving],
         clock: Clock,
         *,
+        quotas: Quotas | None = None,
         token: str | None = None,
         access_file: str = "",
         insecure: bool = False,
         tls: Tls | None = None,
     ) -> None:
-        """``engine`` returns the running engine, ``serving`` the present state of the stage. ``tls`` is the stage's."""
+        """``engine`` returns the running engine, ``serving`` the present state of the stage.
+
+        ``quotas``: those of the stage, shared with RolloutService; ``tls``: that of the stage.
+        """
         self._tls = tls
         self._engine = engine
         self._serving = serving
@@ -86,6 +91,7 @@ class DataPort:
         self._token = token or access_file or None
         self._access = Access(token, access_file)
         self._denials = Denials()
+        self._quotas = quotas or Quotas(self._denials)
         self._insecure = insecure
         self._admission = Admission(serving, clock)
         self._ongoing = Ongoing(serving, clock)
@@ -151,8 +157,11 @@ class DataPort:
             raise refusal
 
     def _admit(self, request: web.Request) -> None:
-        """Raise TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING."""
-        admit(
+        """Admit a request; further work of the task runs in its name.
+
+        Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING.
+        """
+        identity = admit(
             self._access,
             Method(_route(request), (Scope.ROLLOUT,)),
             request.headers,
@@ -160,6 +169,7 @@ class DataPort:
             self._denials,
             http_identity(request.transport),
         )
+        calling.set(identity)
 
     def _closed(self, request: web.Request, status: int) -> RlctlError:
         error = Reason.VERB_UNKNOWN.error(
@@ -187,7 +197,7 @@ class DataPort:
     async def _gated(self, request: web.Request) -> web.StreamResponse:
         """Forward a request that the engine computes with its weights."""
         standing = Standing(self._access, lambda: self._admit(request))  # admitted just now
-        with closing(Body(request, self._bodies)) as body:
+        with self._quotas.places(), closing(Body(request, self._bodies)) as body:
             exchange, serving = await self._admitted(request, await self._read(request, body, gated=True))
             ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
             try:

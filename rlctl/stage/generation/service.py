@@ -18,6 +18,8 @@ from rlctl.ports import Clock
 from rlctl.stage.generation.gate_watch import Ongoing
 from rlctl.stage.generation.request_stream import Multiplexed
 from rlctl.stage.serving_state import Serving
+from rlctl.transport.denials import Denials
+from rlctl.transport.quotas import Quotas
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 
@@ -28,10 +30,18 @@ class Generation:
     ``engine`` returns the running engine. ``serving`` returns the present state of the stage, read at every message.
     """
 
-    def __init__(self, engine: Callable[[], Engine], serving: Callable[[], Serving], clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        serving: Callable[[], Serving],
+        clock: Clock,
+        quotas: Quotas | None = None,
+    ) -> None:
+        """``quotas``: of the stage, shared with the data port."""
         self._engine = engine
         self._serving = serving
         self._clock = clock
+        self._quotas = quotas or Quotas(Denials())
         self._ongoing = Ongoing(serving, clock)
         self._many: set[Multiplexed] = set()
         self._closed = False
@@ -74,18 +84,19 @@ class Generation:
         if request.WhichOneof("prompt") is None:
             raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
-        ongoing = self._ongoing.begin(deadline, request.adapter)
         version: WeightVersion | None = None
-        try:
-            async with contextlib.aclosing(self._engine().generate(request)) as parts:
-                while (part := await ongoing.next(parts)) is not None:
-                    part.slot, part.incarnation = serving.slot, serving.incarnation
-                    part.elapsed.CopyFrom(duration(self._clock.now() - started))
-                    if version is not (version := self._serving().version):
-                        part.weight_version.CopyFrom(version)
-                    yield part
-        finally:
-            self._ongoing.end(ongoing)
+        with self._quotas.places():
+            ongoing = self._ongoing.begin(deadline, request.adapter)
+            try:
+                async with contextlib.aclosing(self._engine().generate(request)) as parts:
+                    while (part := await ongoing.next(parts)) is not None:
+                        part.slot, part.incarnation = serving.slot, serving.incarnation
+                        part.elapsed.CopyFrom(duration(self._clock.now() - started))
+                        if version is not (version := self._serving().version):
+                            part.weight_version.CopyFrom(version)
+                        yield part
+            finally:
+                self._ongoing.end(ongoing)
 
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
         """Abort requests by rid, or all."""

@@ -24,6 +24,7 @@ from rlctl_servers.requests.requests import Requests
 from rlctl_servers.updates.version_labels import Stamps
 from rlctl_sglang.requests import passing
 from rlctl_sglang.requests.bodies import Limits
+from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import Grant, Scope
@@ -140,6 +141,56 @@ async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monke
                 while line := await response.content.readline():
                     last = line if line.startswith(b"data: ") else last
     assert b"TOKEN_INVALID" in last
+    await port.stop()
+
+
+async def test_requests_beyond_the_quota_of_their_caller_are_refused_and_each_end_frees_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_file, "LOOK_S", 0.0)
+    file = tmp_path / "access.json"
+
+    def write(limit: int | None) -> None:
+        tokens = (TokenHash(hash_of("mine"), 0.0),)
+        access_file.write(file, {"sampler": Entry("sampler", (Grant(Scope.ROLLOUT),), tokens, (), limit)})
+
+    write(2)
+    gate, engine = Gate("step", 7), Engine("first")
+    monkeypatch.setattr(Engine, "exchange", AsyncMock(return_value=Endless()))
+    port = DataPort(lambda: engine, lambda: gate.serving, SystemClock(), access_file=str(file))  # type: ignore[arg-type,return-value]
+    url = f"http://{await port.start('127.0.0.1:0', ROUTES)}"
+    async with aiohttp.ClientSession(headers={"authorization": "Bearer mine"}) as session:
+        open_answers = [await session.post(f"{url}/generate", json={}) for _ in range(2)]
+        refused = await post(session, f"{url}/generate", {})
+        assert (refused.status, refused.headers[REASON]) == (429, "QUOTA_EXCEEDED")
+        assert refused.headers["Retry-After"] == "1"
+        error = json.loads(refused.body)["error"]
+        assert error["cause"] == "sampler has 2 requests in flight at this server; the quota is 2"
+        assert "rlctl tokens limit" in error["next_step"]
+        health = await post(session, f"{url}/health", None, method="GET")
+        assert health.status == 200
+
+        async def admitted() -> int:
+            async with session.post(f"{url}/generate", json={}) as response:
+                return response.status
+
+        open_answers.pop().close()  # the caller leaves
+        await eventually(lambda: port._quotas._in_flight == {"sampler": 1})
+        assert await admitted() == 200
+        await eventually(lambda: port._quotas._in_flight == {"sampler": 1})
+        write(1)
+        assert await admitted() == 429, "a changed quota applies to later requests"
+        gate.put(lease_until=0.0)  # the gate cuts the answer
+        await eventually(lambda: not port._quotas._in_flight)
+        waiting = asyncio.create_task(admitted())
+        await eventually(lambda: port._quotas._in_flight == {"sampler": 1})
+        assert await admitted() == 429, "a request that waits for the gate is in flight"
+        gate.put(lease_until=float("inf"))
+        assert await waiting == 200
+        write(None)
+        assert await admitted() == 200
+        for answer in open_answers:
+            answer.close()
     await port.stop()
 
 

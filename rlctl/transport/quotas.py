@@ -1,0 +1,60 @@
+"""Requests of generation in flight at one server, counted by principal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rlctl.contract.access import Method
+from rlctl.contract.errors import Reason
+from rlctl.contract.quotas import excess
+from rlctl.contract.scopes import Scope, calling
+from rlctl.transport.denials import Denials
+
+_GENERATION = Method("generation", (Scope.ROLLOUT,))
+
+
+class Quotas:
+    """The quotas of all principals at one server. On one event loop.
+
+    Requests of principals without a quota are counted too, since a quota may be set while they run.
+    """
+
+    def __init__(self, denials: Denials, refused: Callable[[str], None] | None = None) -> None:
+        """``refused``: called with the principal of each refused request, for metrics."""
+        self._denials = denials
+        self._refused = refused
+        self._in_flight: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def places(self, requests: int = 1) -> Iterator[None]:
+        """Count requests of the running task's caller until the block ends. Raises QUOTA_EXCEEDED: all or none."""
+        identity = calling.get()
+        if identity is None:
+            yield
+            return
+        name = identity.principal.name
+        refusal = excess(identity.principal, self._in_flight[name], requests)
+        if refusal is not None:
+            self._denials.note(identity, _GENERATION, refusal, identity.host)
+            if self._refused is not None:
+                self._refused(name)
+            raise refusal
+        self._in_flight[name] += requests
+        try:
+            yield
+        finally:
+            self._in_flight[name] -= requests
+            if not self._in_flight[name]:
+                del self._in_flight[name]
+
+    @staticmethod
+    def check_count(requests: int, field: str) -> None:
+        """Raise FIELD_INVALID for a call with more requests than its caller's whole quota: no repeat can succeed."""
+        identity = calling.get()
+        limit = None if identity is None else identity.principal.max_in_flight
+        if identity is not None and limit is not None and requests > limit:
+            raise Reason.FIELD_INVALID.error(
+                f"{requests} samples are more than {identity.principal.name} may have in flight, {limit}", field=field
+            )
