@@ -163,6 +163,11 @@ class Run:
                     await self._changed.wait()
 
 
+async def _begin_nothing(run: Run) -> None:
+    """Do the work of an operation whose acceptance was cancelled."""
+    run.refuse_given_up()
+
+
 class Operations:
     """All operations, by id."""
 
@@ -255,11 +260,13 @@ class Operations:
         update_id: str = "",
         step: bool = False,
         changes: Sequence[Put] = (),
+        changes_at_end: Sequence[Put | Delete] = (),
     ) -> Run:
         """Accept an operation: journal the record with ``changes`` in one transaction, then run ``work`` in a task.
 
         A disconnect of the caller does not cancel the task. ``work`` adds the results. An error of ``work`` ends the
         operation FAILED, CANCELLED after :meth:`give_up`, or UNKNOWN if a result is UNKNOWN or the error is a defect.
+        If this call is cancelled, ``work`` does not run, and the operation ends CANCELLED.
         ``step``: the operation belongs to an open update, as every operation with the ``update_id`` of another one.
 
         Raises OPERATION_CONFLICT for an exclusive operation while an exclusive operation runs on a target, and
@@ -293,15 +300,21 @@ class Operations:
         run.step = step
         run.begun_at = self._clock.now()
         run.traceparent = current_traceparent()
+        run.changes_at_end.extend(changes_at_end)
         self._runs[operation_id] = self._running[operation_id] = run
         try:
             await self._journal.write([*changes, _put(run.record)])
-        except BaseException as error:
+        except asyncio.CancelledError:
+            # The journal ends a write that has begun, so the record may be durable.
+            run.give_up()
+            run.task = asyncio.create_task(self._work(run, _begin_nothing))
+            raise
+        except Exception as error:
             del self._runs[operation_id], self._running[operation_id]
             self._release(operation_id)
             # A repeat may have joined the operation meanwhile. The repeat is refused as well, and may be sent again.
             run.operation.state = OPERATION_STATE_FAILED
-            run.refused = error if isinstance(error, RlctlError) else Reason.CANCELLED.error()
+            run.refused = typed(error)
             run.operation.error.CopyFrom(run.refused.detail())
             await run.end()
             raise

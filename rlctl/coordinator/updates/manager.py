@@ -449,9 +449,9 @@ class Updates:
                 model=begin.model,
                 update_id=plan.update_id,
                 changes=[model_put(record), update.put()],
+                changes_at_end=[Delete("update", plan.update_id)],
             )
             model.record = record
-        run.changes_at_end.append(Delete("update", plan.update_id))
         update.accept(run)
         ttl = seconds(plan.lease_ttl)
         lease_until = self._clock.now() + ttl if content is None else update.deadline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 from waiting import eventually
@@ -12,10 +13,13 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet import roster
 from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run
 from rlctl.ports import Delete, Put, SystemClock
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.fleet_pb2 import StageRegistration
+from rlctl.v1.journal_pb2 import OperationRecord, SlotRecord
+from rlctl.v1.results_pb2 import OPERATION_STATE_CANCELLED
 from rlctl.v1.verbs_pb2 import FlushCacheRequest, LoadAdapterRequest
 
 
@@ -197,3 +201,42 @@ async def test_the_oldest_slots_that_were_left_are_forgotten(monkeypatch: pytest
     back = await fleet.register(StageRegistration(slot="x", model="actor", boot_id="another"))
     assert (back.record.incarnation, back.record.HasField("retire_time")) == (2, False)
     assert not staying.record.retired
+
+
+async def test_an_operation_whose_acceptance_was_cancelled_is_not_left_running_on_record(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path / "journal.db")
+    kept = Operations(journal, Roster(journal, CLOCK), CLOCK, Audit(journal, CLOCK), 10)
+    slot = Slot(SlotRecord(registration=StageRegistration(slot="a", model="actor")))
+    request_id = CLOCK.new_id()
+    ran = False
+
+    async def work(_: Run) -> None:
+        nonlocal ran
+        ran = True
+
+    accepting = asyncio.create_task(
+        kept.start(
+            FlushCacheRequest(header=RequestHeader(request_id=request_id)),
+            verb="FlushCache",
+            targets=[slot],
+            excluded=[],
+            work=work,
+            exclusive=True,
+            changes=[Put("update", request_id, b"")],
+            changes_at_end=[Delete("update", request_id)],
+        )
+    )
+    await asyncio.sleep(0)
+    run = kept.get(request_id)
+    accepting.cancel()
+    await asyncio.wait([accepting])
+    assert accepting.cancelled()
+    async with asyncio.timeout(10):
+        await run.ended.wait()
+    assert not ran
+    assert not kept.holds(slot)
+    assert not journal.read("update")
+    [(_, body)] = journal.read("operation")
+    operation = OperationRecord.FromString(body).operation
+    assert (operation.state, operation.error.reason) == (OPERATION_STATE_CANCELLED, "CANCELLED")
+    journal.close()
