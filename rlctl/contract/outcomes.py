@@ -136,6 +136,19 @@ def acknowledged(result: StageResult, *, update: bool) -> bool:
     return result.outcome == OUTCOME_APPLIED or (result.outcome == OUTCOME_SKIPPED and not update)
 
 
+def taken_back(result: StageResult, cause: str) -> StageResult:
+    """Return the result of a stage whose effect was taken back: REJECTED, also at every rank."""
+    undone = StageResult()
+    undone.CopyFrom(result)
+    error = Reason.CANCELLED.error(cause).detail()
+    undone.outcome = OUTCOME_REJECTED
+    undone.error.CopyFrom(error)
+    for rank in undone.rank_results:
+        rank.outcome = OUTCOME_REJECTED
+        rank.error.CopyFrom(error)
+    return undone
+
+
 def of_targets(results: Sequence[StageResult], *, update: bool = False) -> OperationState.ValueType:
     """Return the final state of an operation from one result per target."""
     outcomes = {result.outcome for result in results}

@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from rlctl.contract.durations import duration
 from rlctl.contract.outcomes import acknowledged, blame
 from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
-from rlctl.coordinator.operations.collective_fanout import Together
+from rlctl.coordinator.operations.collective_fanout import Together, has_left
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.transaction.update import Update, has_left
+from rlctl.coordinator.transaction.update import Update
 from rlctl.v1.journal_pb2 import ModelRecord
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import (

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason
-from rlctl.contract.outcomes import acknowledged, blame
+from rlctl.contract.outcomes import acknowledged, blame, taken_back
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.ports import Clock
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import DestroyWeightsUpdateGroupRequest, InitWeightsUpdateGroupRequest
 
@@ -50,6 +50,8 @@ class Together:
         self._group_names = group_names
         self._on_result = on_result
         self._leaving: asyncio.Task[None] | None = None
+        self._leaves: list[StageResult] = []
+        """Results of the steps that let the ranks leave after a failure."""
         self._failed: StageResult | None = None
 
     async def join(
@@ -58,7 +60,8 @@ class Together:
         """Join every rank into a group, once each rank can.
 
         A group of the same name may stand with a different store or shape. Its source has ended or forms the group
-        anew, so the ranks leave first. ``patient_s``: longest wait for the store to be reachable.
+        anew, so the ranks leave first. ``patient_s``: longest wait for the store to be reachable. If a rank does not
+        join, all ranks leave, and no stage's result is APPLIED.
         """
         probe = InitWeightsUpdateGroupRequest()
         probe.CopyFrom(request)
@@ -75,6 +78,7 @@ class Together:
             results = await self.run(probe, min(timeout_s, PROBE_S), step=step, spares=passes)
             failed = [result for result in results if not acknowledged(result, update=True)]
             if self._leaving is not None and self._failed is None:
+                self._take_back(results)
                 raise Reason.CANCELLED.error("cancelled before the group was formed")
             if not (failed and all(map(passes, failed))):
                 break
@@ -85,7 +89,23 @@ class Together:
                 await asyncio.sleep(AGAIN_S)
         if all(acknowledged(result, update=True) for result in results):
             results = await self.run(request, min(timeout_s, RENDEZVOUS_S))
-        return results
+        return results if self._leaving is None else self._take_back(results)
+
+    def _take_back(self, results: Sequence[StageResult]) -> list[StageResult]:
+        """Return and file the results after all ranks have left: no stage is in the group."""
+        cause = "the operation was cancelled" if self._failed is None else f"{self._failed.slot} did not join"
+        remaining = {leave.slot: leave for leave in self._leaves if not has_left(leave)}
+        changed = []
+        for result in results:
+            if acknowledged(result, update=True):
+                result = taken_back(result, f"the group was not formed: {cause}")
+                if result.slot in remaining:
+                    leave = remaining[result.slot]
+                    result.outcome = OUTCOME_UNKNOWN
+                    result.error.message += f"; the stage may still be in the group: {leave.error.message}"
+                self._on_result(result)
+            changed.append(result)
+        return changed
 
     async def run(
         self,
@@ -135,17 +155,19 @@ class Together:
             await self._leaving
 
     async def _leave(self) -> None:
-        await self._destroy("leave")
+        self._leaves = await self._destroy("leave")
 
-    async def _destroy(self, step: str) -> None:
+    async def _destroy(self, step: str) -> list[StageResult]:
+        results: list[StageResult] = []
         for name in self._group_names:
-            await self._fanout.run(
+            results += await self._fanout.run(
                 DestroyWeightsUpdateGroupRequest(group_name=name),
                 self._slots,
                 operation_id=self._operation_id,
                 step=f"{step}-{name}",
                 deadline=self._clock.now() + LEAVE_S,
             )
+        return results
 
 
 def _comes(result: StageResult) -> bool:
@@ -158,3 +180,10 @@ def _comes(result: StageResult) -> bool:
 def _stands(result: StageResult) -> bool:
     """Whether the only failure is an existing group of the same name."""
     return result.outcome == OUTCOME_REJECTED and result.error.reason == Reason.GROUP_EXISTS.name
+
+
+def has_left(result: StageResult) -> bool:
+    """Whether every rank of a stage has left a group, or was not in the group."""
+    not_found = Reason.GROUP_NOT_FOUND.name
+    ranks = result.rank_results
+    return bool(ranks) and all(rank.outcome == OUTCOME_APPLIED or rank.error.reason == not_found for rank in ranks)

@@ -17,6 +17,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, blame
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.operations.collective_fanout import has_left
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels
@@ -577,8 +578,10 @@ class Update:
             self.file(result, error)
         # A READY stage may still have a queued pause of this update that waits for requests to drain.
         for result in await self.go_on(restored):
-            if result.outcome == OUTCOME_APPLIED:
-                next(r for r in self.run.operation.stage_results if r.slot == result.slot).state = result.state
+            ended = next(r for r in self.run.operation.stage_results if r.slot == result.slot)
+            ended.state = result.state
+            if result.outcome != OUTCOME_APPLIED:
+                ended.error.message += f"; the stage did not continue generation: {result.error.message}"
 
     def file(self, result: StageResult, error: RlctlError) -> None:
         """Add the result of an abort at a target: DIRTY, REJECTED (weights unchanged) or UNKNOWN (no answer)."""
@@ -638,10 +641,3 @@ def _group_names(request: Message) -> set[str]:
         case UpdateWeightsFromDistributedRequest():
             return {bucket.group_name or request.group_name for bucket in request.buckets}
     return set()
-
-
-def has_left(result: StageResult) -> bool:
-    """Whether every rank of a stage has left a group, or was not in the group."""
-    not_found = Reason.GROUP_NOT_FOUND.name
-    ranks = result.rank_results
-    return bool(ranks) and all(rank.outcome == OUTCOME_APPLIED or rank.error.reason == not_found for rank in ranks)

@@ -18,17 +18,17 @@ from collections.abc import Collection, Iterator, Sequence
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.errors import Reason
-from rlctl.contract.outcomes import acknowledged
+from rlctl.contract.outcomes import acknowledged, taken_back
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import continuing
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.verbs.continue_when_resident import Waking
-from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
+from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
 from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import PauseRecord
-from rlctl.v1.results_pb2 import ExcludedStage, StageResult
+from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 
 TAKE_BACK_S = 5.0
@@ -91,7 +91,7 @@ class Pausing:
                 ended = {slot.name for slot in targets if not _is_kept(slot, adapter)}
                 for result in results:
                     if result.slot in ended and result.outcome == OUTCOME_APPLIED:
-                        run.add(_taken_back(result, "a ContinueGeneration ended the pause while it ran"))
+                        run.add(taken_back(result, "a ContinueGeneration ended the pause while it ran"))
                 return
             await self._roster.pauses.take_back(operation_id)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
@@ -116,12 +116,12 @@ class Pausing:
         )
         for result in continued:
             if result.outcome == OUTCOME_APPLIED:
-                run.add(_taken_back(result, f"paused, then continued, because {because_of} did not pause"))
+                run.add(taken_back(result, f"paused, then continued, because {because_of} did not pause"))
             elif result.outcome in POSSIBLY_DONE:
                 run.add(result)  # the pause was confirmed, the present state is unknown
             else:
                 cause = f"the pause was taken back, because {because_of} did not pause"
-                run.add(_taken_back(result, f"{cause}; the stage does not generate: {result.error.message}"))
+                run.add(taken_back(result, f"{cause}; the stage does not generate: {result.error.message}"))
 
     async def go_on(
         self, request: ContinueGenerationRequest, targets: Sequence[Slot], run: Run, deadline: float
@@ -232,15 +232,3 @@ def _undecided(slots: Sequence[Slot], pauses: Collection[str]) -> Iterator[None]
         for slot in slots:
             slot.undecided.subtract(pauses)
             slot.undecided += Counter()  # drops zero counts
-
-
-def _taken_back(result: StageResult, cause: str) -> StageResult:
-    undone = StageResult()
-    undone.CopyFrom(result)
-    error = Reason.CANCELLED.error(cause).detail()
-    undone.outcome = OUTCOME_REJECTED
-    undone.error.CopyFrom(error)
-    for rank in undone.rank_results:
-        rank.outcome = OUTCOME_REJECTED
-        rank.error.CopyFrom(error)
-    return undone

@@ -7,7 +7,7 @@ from collections.abc import KeysView
 from typing import Any
 
 import pytest
-from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+from updating import abort, begin, commit, digest, fault, join, refusal, version_of, weights, write
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason
@@ -17,7 +17,7 @@ from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, OPERATION_STATE_UNKNOWN, Operation
 
 
 def groups(fleet: InProcessFleet) -> list[KeysView[str]]:
@@ -249,3 +249,66 @@ async def test_a_target_that_offers_none_of_the_transports_is_refused_by_name(fl
         "transports",
         "a joins no nccl or gloo group",
     )
+
+
+@pytest.mark.parametrize("probed", [True, False])
+async def test_no_stage_has_joined_a_group_that_was_not_formed(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch, probed: bool
+) -> None:
+    init = FakeEngine.init_weights_update_group
+
+    async def fail(engine: FakeEngine, request: v.InitWeightsUpdateGroupRequest, call: Call) -> Any:
+        if engine.config.rank == 1 and request.probe_only == probed:
+            raise Reason.GROUP_FAILED.error("no way to the store")
+        return await init(engine, request, call)
+
+    monkeypatch.setattr(FakeEngine, "init_weights_update_group", fail)
+    plan = await begin(fleet)
+    joined = await join(fleet, plan)
+    assert joined.state == OPERATION_STATE_FAILED
+    assert "b: rank 1: no way to the store" in joined.error.message
+    of_a = next(result for result in joined.stage_results if result.slot == "a")
+    assert (of_a.outcome, of_a.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+    assert "the group was not formed: b did not join" in of_a.error.message
+    assert {rank.outcome for rank in of_a.rank_results} == {common.OUTCOME_REJECTED}
+    assert groups(fleet) == [set()] * 3
+    await abort(fleet, plan)
+
+
+async def test_a_stage_that_does_not_leave_a_group_that_was_not_formed_says_so(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init, leave = FakeEngine.init_weights_update_group, FakeEngine.destroy_weights_update_group
+
+    async def fail(engine: FakeEngine, request: v.InitWeightsUpdateGroupRequest, call: Call) -> Any:
+        if engine.config.rank == 1 and not request.probe_only:
+            raise Reason.GROUP_FAILED.error("no way to the store")
+        return await init(engine, request, call)
+
+    async def stay(engine: FakeEngine, request: v.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
+        if engine.config.tp_size == 1:
+            raise Reason.ENGINE_FAILED.error("stuck")
+        await leave(engine, request, call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "init_weights_update_group", fail)
+        patch.setattr(FakeEngine, "destroy_weights_update_group", stay)
+        plan = await begin(fleet)
+        joined = await join(fleet, plan)
+    assert joined.state == OPERATION_STATE_UNKNOWN
+    of_a = next(result for result in joined.stage_results if result.slot == "a")
+    assert of_a.outcome == common.OUTCOME_UNKNOWN
+    assert "the stage may still be in the group: stuck" in of_a.error.message
+    await abort(fleet, plan)
+
+
+async def test_an_abort_after_which_a_stage_does_not_continue_says_so(fleet: InProcessFleet) -> None:
+    plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
+    await join(fleet, plan)
+    fault(fleet, 0, 1, "continue_generation", Reason.ENGINE_FAILED.error("stuck"))
+    fault(fleet, 1, 2, "prepare_update", Reason.ENGINE_FAILED.error("no room"))
+    await write(fleet, plan, "one")
+    aborted = await abort(fleet, plan)
+    of_a = next(result for result in aborted.stage_results if result.slot == "a")
+    assert of_a.state == common.STAGE_STATE_PAUSED
+    assert "the stage did not continue generation: stuck" in of_a.error.message
