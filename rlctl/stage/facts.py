@@ -186,12 +186,12 @@ class Facts:
             self._refuse_staged(request)
         # Steps of an update that changes nothing served are allowed in every state.
         a_step = staging and (verb.in_update or _of_staged(request) or self._checks_update(request))
-        if _continues_adapter(request):  # to continue, the weights must be servable: the state decides
-            verb = VERBS["PauseGeneration"]
-        if not a_step and not verb.allows(self.state):
+        # A continue of an adapter is allowed where its pause is: whether the weights may be served, the state decides.
+        like = VERBS["PauseGeneration"] if _continues_adapter(request) else verb
+        if not a_step and not like.allows(self.state):
             state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
             raise Reason.ILLEGAL_STATE.error(
-                f"{verb.name} is for stages that are {', '.join(sorted(verb.states))}; the state is {state}",
+                f"{verb.name} is for stages that are {', '.join(sorted(like.states))}; the state is {state}",
                 metadata={"state": state},
             )
 

@@ -877,3 +877,11 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_refused_continue_of_an_adapter_is_called_by_its_name() -> None:
+    request = fenced(v.ContinueGenerationRequest(adapter="math"), "")
+    with pytest.raises(RlctlError) as caught:
+        Facts(fleet_epoch=request.header.fence.fleet_epoch).refuse(of_request(request), request)
+    assert caught.value.reason.name == "ILLEGAL_STATE"
+    assert caught.value.message.startswith("ContinueGeneration is for stages that are ")
