@@ -396,7 +396,7 @@ class AsyncRollout:
                 return self._places is not None and await self._places.acquire()
         except TimeoutError:
             cause = "the coordinator sent no view of the fleet"
-            if self.latest:
+            if self._lines.view.is_known:
                 cause = f"there was no place among max_inflight_samples={self._most}"
             raise Reason.DEADLINE_EXCEEDED.error(f"{cause} within {timeout_s:g} s") from None
 

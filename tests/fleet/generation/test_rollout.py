@@ -27,7 +27,7 @@ from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.stage.serving_state import Serving
 from rlctl.testing.fake_engine import FakeEngine
-from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
@@ -163,6 +163,21 @@ async def test_no_more_samples_are_in_flight_than_was_said(client: AsyncFleet, f
     await asyncio.gather(waiting, return_exceptions=True)
     await client.continue_generation()
     assert await rollout.generate([0], max_new_tokens=1), "what was cancelled holds no place"
+
+
+async def test_a_wait_for_a_place_is_called_so_though_no_version_is_known(
+    client: AsyncFleet, fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    rollout = client.rollout("", max_inflight_samples=1)
+    holding = asyncio.create_task(rollout.generate([0], max_new_tokens=LONG * 10))
+    await begun(fleet)
+    fleet.specs.append(StageSpec("critic", checkpoint("early"), model="critic"))
+    await fleet.start_stage(fleet.specs[-1])
+    await eventually(lambda: not rollout.latest)  # of several models, none is meant
+    with pytest.raises(RlctlError, match=r"there was no place among max_inflight_samples=1 within 0\.2 s"):
+        await rollout.generate([0], timeout_s=0.2)
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
 
 
 async def test_samples_of_a_stage_that_dies_go_on_elsewhere(client: AsyncFleet, fleet: InProcessFleet) -> None:
