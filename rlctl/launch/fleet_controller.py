@@ -203,16 +203,6 @@ class LaunchedFleet:
     def journal(self) -> Path:
         return self.directory / "journal.db"
 
-    def replace(self, slots: Collection[str]) -> None:
-        """Drain engines and start them again unchanged, by :meth:`look`. Raises STAGE_NOT_FOUND."""
-        engine_slots = [spec.slot for spec in self.engines]
-        for slot in slots:
-            if slot not in engine_slots:
-                raise Reason.STAGE_NOT_FOUND.error(
-                    f"there is no engine {slot!r}; there are: {', '.join(engine_slots) or 'none'}", field="slot"
-                )
-        self._replacing |= set(slots) & self.runs.keys()
-
     def restart_coordinator(self) -> None:
         """Start an ended coordinator again, with the same address and journal."""
         if self.coordinator is not None:
@@ -228,13 +218,16 @@ class LaunchedFleet:
         gateways: Sequence[GatewaySpec] = (),
         heal_by_hand: Sequence[str] = (),
         limits: Limits | None = None,
+        restarted: Collection[str] = (),
     ) -> None:
         """Set the engines of the fleet; :meth:`look` takes the steps.
 
         An engine with an unchanged spec keeps running, and a failed engine is retried at once. ``limits`` also apply to
-        running engines; None keeps the present limits. Raises the launcher's refusal, without any change.
+        running engines; None keeps the present limits. ``restarted``: slots of engines to drain and start again, also
+        unchanged. Raises STAGE_NOT_FOUND and the launcher's refusal, without any change.
         """
         specs = _placed(engines)
+        _refuse_absent(restarted, [spec.slot for spec in specs])
         self._launcher.make_room(specs, reserved)
         self.engines = specs
         self.limits = limits or self.limits
@@ -248,6 +241,7 @@ class LaunchedFleet:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
                 run.stop()  # nothing to drain
+        self._replacing |= set(restarted) & self.runs.keys()
 
     @property
     def settled(self) -> bool:
@@ -492,6 +486,14 @@ class LaunchedFleet:
     def _tell_of_interrupt(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, Exception):
             self._say(interrupted(len(self.processes)))
+
+
+def _refuse_absent(slots: Collection[str], engine_slots: Sequence[str]) -> None:
+    for slot in slots:
+        if slot not in engine_slots:
+            raise Reason.STAGE_NOT_FOUND.error(
+                f"there is no engine {slot!r}; there are: {', '.join(engine_slots) or 'none'}", field="slot"
+            )
 
 
 def _placed(engines: Sequence[EngineSpec]) -> list[EngineSpec]:

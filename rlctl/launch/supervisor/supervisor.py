@@ -215,8 +215,8 @@ class _Supervisor:
                 deployment.gateways,
                 deployment.heal_by_hand,
                 limits=deployment.limits,
+                restarted=request.restart,
             )
-            self._fleet.replace(request.restart)
         except RlctlError as error:
             request.failed(error)
             return False

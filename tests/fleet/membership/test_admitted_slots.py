@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from updating import refusal
 
-from rlctl.contract.errors import InvalidRequest, PreconditionFailed, Reason
+from rlctl.contract.errors import InvalidRequest, PreconditionFailed, Reason, RlctlError
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
@@ -126,3 +126,12 @@ def test_a_fleet_of_processes_admits_what_is_wanted_of_it(tmp_path: Path, checkp
         fleet.want([two])
         fleet.settle()
         assert client.admit([]).slots == ["actor-1"]
+
+
+def test_a_restart_of_an_unknown_slot_changes_nothing(tmp_path: Path, checkpoint: Callable[[str], str]) -> None:
+    one = EngineSpec("actor-0", checkpoint("one"), engine="fake")
+    with LaunchedFleet([one], directory=tmp_path / "fleet") as fleet:
+        with pytest.raises(RlctlError, match="there is no engine 'nobody'; there are: actor-0, actor-1"):
+            fleet.want([one, dataclasses.replace(one, slot="actor-1")], restarted=["nobody"])
+        assert [spec.slot for spec in fleet.engines] == ["actor-0"]
+        assert fleet.settled
