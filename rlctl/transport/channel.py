@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import getpass
 import os
@@ -119,9 +120,8 @@ class LastingChannel:
             await self._channel.wait_for_state_change(state)
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Close all channels, once calls have ended or after ``grace_s``."""
-        for channel in (*self._former, self._channel):
-            await channel.close(grace_s)
+        """Close all channels, once calls have ended or after ``grace_s`` in all."""
+        await asyncio.gather(*(channel.close(grace_s) for channel in (*self._former, self._channel)))
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,12 @@ from rlctl.sdk.blocking import Fleet
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.trainer.pending_update import Pending
 from rlctl.trainer.publisher import AsyncPublisher
+from rlctl.transport.channel import LastingChannel
+from rlctl.transport.tls.identity import Role
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, RequestHeader
-from rlctl.v1.coordinator_pb2 import GetOperationRequest
+from rlctl.v1.coordinator_pb2 import GetOperationRequest, WatchFleetRequest
+from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from rlctl.v1.results_pb2 import OPERATION_STATE_UNKNOWN
 from rlctl.weights.tensor.tensors import TensorMeta
 
@@ -311,3 +314,16 @@ async def test_a_client_on_another_loop_than_its_own_is_refused(
             # Before it has heard of the fleet, and after.
             await asyncio.to_thread(asyncio.run, misuse(client, rollout, publisher))
             assert (await rollout.generate([0], max_new_tokens=1))[0].finished
+
+
+async def test_former_channels_are_closed_within_one_grace(fleet: InProcessFleet) -> None:
+    channel = LastingChannel(fleet.server.address, None, Role.COORDINATOR, CoordinatorServiceStub)
+    watches = []
+    for _ in range(4):
+        watches.append(channel.stub.WatchFleet(WatchFleetRequest()))
+        await watches[-1].read()
+        channel._former.append(channel._channel)
+        channel._open()  # as after a renewed certificate
+    async with asyncio.timeout(1.5):
+        await channel.close(0.5)
+    assert all(watch.done() for watch in watches)
