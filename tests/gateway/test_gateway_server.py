@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from rlctl.gateway.http.call import UNKNOWN_FIELDS, Call
 from rlctl.gateway.http.dialect import Answer, Dialect, Handler, Reply, Route, Scope, Stream
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.runtime import http_bodies, http_limits
+from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet
 
 TOKEN = "a token made for this test"
@@ -413,6 +415,31 @@ async def test_tokenizers_are_read_from_the_start_if_wanted(
                 assert not read
         finally:
             await server.stop()
+
+
+async def test_a_slow_tokenizer_delays_no_request_for_another_model(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, read = threading.Event(), list[str]()
+
+    def slow(path: str) -> str:
+        read.append(path)
+        if len(read) == 1:
+            go_on.wait(20)
+        return path
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", slow)
+    async with await aio.connect(fleet.server.address) as client:
+        known = tokenizers.Tokenizers(client, "directory")
+        waiting = [asyncio.ensure_future(known.of("actor")) for _ in range(2)]
+        await eventually(lambda: bool(read))
+        async with asyncio.timeout(5):
+            assert await known.of("critic") == "directory"
+        waiting[0].cancel()
+        go_on.set()
+        assert await waiting[1] == "directory"
+        assert await known.of("actor") == "directory"
+    assert len(read) == 2, "each is read once"
 
 
 async def test_a_tokenizer_that_cannot_be_read_from_the_start_ends_nothing(

@@ -93,21 +93,28 @@ class Tokenizers:
     def __init__(self, fleet: AsyncFleet, path: str = "") -> None:
         self._fleet = fleet
         self._path = path
-        self._found: dict[str, Tokenizer] = {}
-        self._lock = asyncio.Lock()
+        self._loaded: dict[str, Tokenizer] = {}
+        self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
+        """Loads under way, by model. A slow load delays requests for that model only."""
 
     async def of(self, model: str) -> Tokenizer:
         """Return the tokenizer of a model. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
-        async with self._lock:
-            if model not in self._found:
-                path = await self.directory(model)
-                if not path:
-                    raise Reason.CHECKPOINT_NOT_FOUND.error(
-                        f"where the tokenizer of {model} lies is not known: its latest version is not on disk",
-                        next_step="Start the gateway with --tokenizer DIRECTORY.",
-                    )
-                self._found[model] = await asyncio.to_thread(Tokenizer, path)
-        return self._found[model]
+        if model in self._loaded:
+            return self._loaded[model]
+        if model not in self._loading:
+            task = self._loading[model] = asyncio.create_task(self._load(model))
+            task.add_done_callback(lambda _: self._loading.pop(model))
+        return await asyncio.shield(self._loading[model])  # other requests may wait for the same load
+
+    async def _load(self, model: str) -> Tokenizer:
+        path = await self.directory(model)
+        if not path:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(
+                f"where the tokenizer of {model} lies is not known: its latest version is not on disk",
+                next_step="Start the gateway with --tokenizer DIRECTORY.",
+            )
+        tokenizer = self._loaded[model] = await asyncio.to_thread(Tokenizer, path)
+        return tokenizer
 
     async def warm(self) -> None:
         """Load the tokenizers of the present models, so that no request waits for a load or an import."""
