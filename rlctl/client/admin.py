@@ -436,9 +436,14 @@ class AsyncAdmin:
     async def deregister(self, slot: str, *, boot_id: str = "", force: bool = False) -> None:
         """Remove a slot from the roster. A stage that still fills the slot registers again by itself.
 
-        ``boot_id``: remove only if this process fills the slot. ``force``: also if the slot is a target of an open
-        update.
+        ``boot_id``: remove only if this process fills the slot; "": the process that fills the slot at the call.
+        ``force``: also if the slot is a target of an open update. Raises INCARNATION_FENCED if another process fills
+        the slot.
         """
+        if not boot_id:
+            # A repeat after a lost answer must not remove a process that has registered since.
+            registrations = [stage.registration for stage in (await self.status()).stages]
+            boot_id = next((each.boot_id for each in registrations if each.slot == slot), "")
         request = coordinator_pb2.DeregisterStageRequest(slot=slot, boot_id=boot_id, force=force)
         await self.connection.call("DeregisterStage", request, READ_S)
 

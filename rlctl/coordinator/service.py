@@ -590,7 +590,7 @@ class Coordinator:
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
             await self.roster.retire(slot)
-            slot.gone = slot.gone or bool(request.boot_id)  # the stage itself deregisters
+            slot.gone = slot.gone or request.leaves
         if slot.commander is not None:
             await slot.commander.close()
         return rpc.DeregisterStageResponse(header=self.roster.header())

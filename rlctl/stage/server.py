@@ -502,7 +502,9 @@ class StageServer:
         stage = self._stage
         if stage is None or not self.config.coordinator or not stage.incarnation:
             return
-        request = DeregisterStageRequest(slot=self.config.slot, boot_id=stage.registration.boot_id, force=True)
+        request = DeregisterStageRequest(
+            slot=self.config.slot, boot_id=stage.registration.boot_id, force=True, leaves=True
+        )
         # An unreachable coordinator sees the link end.
         with contextlib.suppress(RlctlError):
             await self._call_coordinator("DeregisterStage", request, timeout_s=2.0)

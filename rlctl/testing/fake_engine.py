@@ -645,7 +645,7 @@ class FakeEngine(Engine):
         return rollout.AbortResponse(aborted=ended, unknown_rids=unknown)
 
     def _abort(self, rids: list[str] | None) -> tuple[int, list[str]]:
-        targets = list(self._running) if rids is None else rids
+        targets = list(self._running) if rids is None else list(dict.fromkeys(rids))
         running_rids = [rid for rid in targets if rid in self._running]
         for rid in running_rids:
             self._running[rid].set()

@@ -87,6 +87,7 @@ class DeregisterStageRequest(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     """Slot."""
     boot_id: _builtins.str
@@ -95,16 +96,21 @@ class DeregisterStageRequest(_message.Message):
     """
     force: _builtins.bool
     """Deregister also a target of an open update. The update loses this target."""
+    leaves: _builtins.bool
+    """The process of boot_id itself leaves, and serves nothing once another process has its slot. Default false: the
+    process may serve until its serving lease ends.
+    """
     def __init__(
         self,
         *,
         slot: _builtins.str = ...,
         boot_id: _builtins.str = ...,
         force: _builtins.bool = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "force", b"force", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "force", b"force", "leaves", b"leaves", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -604,12 +604,12 @@ class CoordinatorServiceServicer(object):
     def DeregisterStage(self, request, context):
         """Ends the registration of a stage.
 
-        Effect: The slot is RETIRED and no longer a target.
-        Idempotency: Yes.
+        Effect: The slot is RETIRED and no longer a target. A stage that runs on registers again.
+        Idempotency: With boot_id. Without boot_id, a repeat also deregisters a process that has registered in between.
         States: Every state. Refused while the stage is the target of an open update or heal (UPDATE_IN_PROGRESS), unless
         force is set.
         Partial failure: Not applicable.
-        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with boot_id.
         Deadline: 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

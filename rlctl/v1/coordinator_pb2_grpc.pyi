@@ -279,12 +279,12 @@ class CoordinatorServiceStub:
     DeregisterStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterStageRequest, _coordinator_pb2.DeregisterStageResponse]
     """Ends the registration of a stage.
 
-    Effect: The slot is RETIRED and no longer a target.
-    Idempotency: Yes.
+    Effect: The slot is RETIRED and no longer a target. A stage that runs on registers again.
+    Idempotency: With boot_id. Without boot_id, a repeat also deregisters a process that has registered in between.
     States: Every state. Refused while the stage is the target of an open update or heal (UPDATE_IN_PROGRESS), unless
     force is set.
     Partial failure: Not applicable.
-    Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+    Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with boot_id.
     Deadline: 30 s.
     """
     BeginWeightUpdate: _grpc.UnaryUnaryMultiCallable[_update_pb2.BeginWeightUpdateRequest, _update_pb2.BeginWeightUpdateResponse]
@@ -794,12 +794,12 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     DeregisterStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterStageRequest, _coordinator_pb2.DeregisterStageResponse]  # type: ignore[assignment]
     """Ends the registration of a stage.
 
-    Effect: The slot is RETIRED and no longer a target.
-    Idempotency: Yes.
+    Effect: The slot is RETIRED and no longer a target. A stage that runs on registers again.
+    Idempotency: With boot_id. Without boot_id, a repeat also deregisters a process that has registered in between.
     States: Every state. Refused while the stage is the target of an open update or heal (UPDATE_IN_PROGRESS), unless
     force is set.
     Partial failure: Not applicable.
-    Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+    Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with boot_id.
     Deadline: 30 s.
     """
     BeginWeightUpdate: _aio.UnaryUnaryMultiCallable[_update_pb2.BeginWeightUpdateRequest, _update_pb2.BeginWeightUpdateResponse]  # type: ignore[assignment]
@@ -1438,12 +1438,12 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.DeregisterStageResponse, _abc.Awaitable[_coordinator_pb2.DeregisterStageResponse]]:
         """Ends the registration of a stage.
 
-        Effect: The slot is RETIRED and no longer a target.
-        Idempotency: Yes.
+        Effect: The slot is RETIRED and no longer a target. A stage that runs on registers again.
+        Idempotency: With boot_id. Without boot_id, a repeat also deregisters a process that has registered in between.
         States: Every state. Refused while the stage is the target of an open update or heal (UPDATE_IN_PROGRESS), unless
         force is set.
         Partial failure: Not applicable.
-        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED, with boot_id.
         Deadline: 30 s.
         """
 

@@ -512,7 +512,7 @@ class AbortReport(_message.Message):
     ABORTED_FIELD_NUMBER: _builtins.int
     UNKNOWN_RIDS_FIELD_NUMBER: _builtins.int
     aborted: _builtins.int
-    """Number of ended requests."""
+    """Number of ended requests. A request counts once, however many samples or ids it has."""
     @_builtins.property
     def unknown_rids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids without a request."""

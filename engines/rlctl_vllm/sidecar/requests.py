@@ -131,7 +131,7 @@ class Requests:
             await _end(tasks)
 
     async def abort(self, rids: Sequence[str], *, all_of_them: bool) -> tuple[int, list[str]]:
-        """End requests. Return the number of samples and the unknown ids. Raises as :meth:`Upstream.abort`."""
+        """End requests. Return their number and the unknown ids. Raises as :meth:`Upstream.abort`."""
         names = set(rids)
         matches = [running for running in self._running.values() if all_of_them or names & {running.rid, running.group}]
         for running in matches:
@@ -141,7 +141,7 @@ class Requests:
                 None if all_of_them else [running.engine_rid for running in matches], self._about.route
             )
         known_names = {name for running in matches for name in (running.rid, running.group)}
-        return len(matches), sorted(names - known_names)
+        return len({running.group for running in matches}), sorted(names - known_names)
 
     async def _begin(self, asking: Asking, *, stream: bool) -> list[tuple[Sample, _Running, dict[str, Any]]]:
         """Return the samples, each with the body for vLLM; nothing is sent yet."""

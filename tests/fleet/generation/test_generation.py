@@ -272,7 +272,7 @@ async def test_requests_are_ended_by_id_and_all(fleet: InProcessFleet) -> None:
         request = r.GenerateRequest(rid="mine", text="x", sampling_params=r.SamplingParams(max_new_tokens=10**6))
         generating = asyncio.ensure_future(stub.Generate(request))
         await eventually(lambda: "mine" in fleet.stages["a"]._engine._running)
-        answer = await stub.Abort(r.AbortRequest(rids=["mine", "nobody's"]))
+        answer = await stub.Abort(r.AbortRequest(rids=["mine", "nobody's", "mine", "nobody's"]))
         assert (answer.aborted, list(answer.unknown_rids)) == (1, ["nobody's"])
         assert (await generating).samples[0].finish_reason.type == r.FINISH_TYPE_ABORT
         assert (await refusal(stub.Abort(r.AbortRequest()))).field == "rids"

@@ -17,6 +17,7 @@ from waiting import eventually
 from rlctl.command_stream.commander import Commander
 from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
 from rlctl.coordinator.fleet import stage_links
+from rlctl.coordinator.fleet.roster import Slot
 from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc
@@ -474,3 +475,45 @@ async def test_a_stage_that_registers_while_the_epoch_is_raised_does_not_end_tha
     commander.close = slowly  # type: ignore[method-assign]
     await coordinator._take_over(coordinator.roster.epoch)
     await fleet.until(lambda stages: len(stages) == 3 and all(stage.routable for stage in stages))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_process_that_is_deregistered_may_serve_until_its_lease_ends_unless_it_leaves(
+    fleet: InProcessFleet, leaves: bool
+) -> None:
+    roster = fleet.server.coordinator.roster
+    slot = roster.slots["a"]
+    boot_id = slot.record.registration.boot_id
+    assert slot.lease_until > 0
+    await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a", boot_id=boot_id, force=True, leaves=leaves))
+    await roster.register(next_process(slot))
+    assert (roster.formers.until("actor") > 0) is not leaves
+
+
+async def test_a_repeat_removes_no_process_that_has_registered_since(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roster = fleet.server.coordinator.roster
+    async with await aio.connect(fleet.server.address) as client:
+        call = client.connection.call
+
+        async def twice(method: str, request: Any, timeout_s: float) -> Any:
+            """The first answer is lost, and another process fills the slot."""
+            answer = await call(method, request, timeout_s)
+            if method == "DeregisterStage":
+                await roster.register(next_process(roster.slots["a"]))
+                return await call(method, request, timeout_s)
+            return answer
+
+        monkeypatch.setattr(client.connection, "call", twice)
+        with pytest.raises(RlctlError, match="a is filled by another process now") as caught:
+            await client.deregister("a")
+    assert caught.value.reason is Reason.INCARNATION_FENCED
+    assert not roster.slots["a"].record.retired
+
+
+def next_process(slot: Slot) -> StageRegistration:
+    registration = StageRegistration()
+    registration.CopyFrom(slot.record.registration)
+    registration.boot_id, registration.address = "next", "127.0.0.1:1"
+    return registration

@@ -233,7 +233,9 @@ class StageHost:
 
     async def leave(self) -> None:
         if self.stage is not None and self.stage.incarnation:
-            request = DeregisterStageRequest(slot=self.slot, boot_id=self.stage.registration.boot_id, force=True)
+            request = DeregisterStageRequest(
+                slot=self.slot, boot_id=self.stage.registration.boot_id, force=True, leaves=True
+            )
             with contextlib.suppress(RlctlError):
                 await self.sim.network.call(self.node, COORDINATOR, "DeregisterStage", request, 2.0)
         self.kill()
