@@ -83,8 +83,7 @@ def test_a_fleet_with_tls_access_file_metrics_and_page_generates(tmp_path: Path,
     tls = ssl.create_default_context(cafile=str(authority.certificate))
     with contextlib.ExitStack() as running:
         announced, _ = running.enter_context(kubelet.run(coordinator, "rlctl-coordinator-0"))
-        (container,) = coordinator["template"]["spec"]["containers"]
-        kubelet.reach(container, "rlctl-coordinator", announced)
+        kubelet.reach(coordinator, "rlctl-coordinator", announced)
         draft, _ = running.enter_context(kubelet.run(case.workloads["rlctl-draft"], "rlctl-draft-0"))
         gateway, _ = running.enter_context(
             kubelet.run(case.workloads["rlctl-gateway-openai"], "rlctl-gateway-openai-0")
@@ -111,13 +110,35 @@ def test_the_default_values_start_and_the_pod_of_the_coordinator_has_the_command
     kubelet = Kubelet(tmp_path, {"rlctl": {"token": fleet.encode()}}, {})
     with contextlib.ExitStack() as running:
         announced, environment = running.enter_context(kubelet.run(coordinator, "rlctl-coordinator-0"))
-        (container,) = coordinator["template"]["spec"]["containers"]
-        kubelet.reach(container, "rlctl-coordinator", announced)
+        kubelet.reach(coordinator, "rlctl-coordinator", announced)
         gateway, _ = running.enter_context(
             kubelet.run(case.workloads["rlctl-gateway-sglang"], "rlctl-gateway-sglang-0")
         )
         assert fetch(url("http", gateway["address"], "/health"))[0] == 503, "there is no stage"
         assert fetch(url("http", gateway["address"], "/v1/models"))[0] == 401
         assert fetch(url("http", gateway["address"], "/v1/models"), token=fleet)[0] == 200
-        port = announced["address"].rpartition(":")[2]
-        assert status(environment | {"RLCTL_ENDPOINT": f"127.0.0.1:{port}"})["stages"] == []
+        assert status(kubelet.here(environment))["stages"] == []
+
+
+def test_certificates_and_an_access_file_suffice_without_a_token(tmp_path: Path) -> None:
+    case = rendered("cert-manager")
+    coordinator = case.workloads["rlctl-coordinator"]
+    authority = Authority.init(tmp_path / "ca", "lab")
+    reader = access_token(tmp_path / "access.json", "reader", "--scope", "viewer")
+    contents = {
+        "rlctl-access": {"access.json": (tmp_path / "access.json").read_bytes()},
+        "rlctl-coordinator-tls": certificate(authority, "coordinator"),
+        "rlctl-gateway-openai-tls": certificate(authority, "gateway/openai"),
+    }
+    kubelet = Kubelet(tmp_path, contents, {})
+    tls = ssl.create_default_context(cafile=str(authority.certificate))
+    with contextlib.ExitStack() as running:
+        announced, environment = running.enter_context(kubelet.run(coordinator, "rlctl-coordinator-0"))
+        kubelet.reach(coordinator, "rlctl-coordinator", announced)
+        gateway, _ = running.enter_context(
+            kubelet.run(case.workloads["rlctl-gateway-openai"], "rlctl-gateway-openai-0")
+        )
+        models = url("https", gateway["address"], "/v1/models")
+        assert fetch(models, tls)[0] == 401
+        assert fetch(models, tls, reader)[0] == 200
+        assert status(kubelet.here(environment))["stages"] == [], "the command line has the coordinator's certificate"

@@ -69,11 +69,16 @@ class Kubelet:
             finally:
                 process.kill()
 
-    def reach(self, container: Object, service: str, announced: Mapping[str, str]) -> None:
-        """Let later pods reach a started coordinator under its name in the cluster."""
+    def reach(self, spec: Object, service: str, announced: Mapping[str, str]) -> None:
+        """Let later processes reach a started coordinator, by its name in the cluster and within its pod."""
+        (container,) = spec["template"]["spec"]["containers"]
         port = option(container, "listen").rpartition(":")[2]
         here = f"127.0.0.1:{announced['address'].rpartition(':')[2]}"
         self.addresses |= {f"{service}:{port}": here, f"127.0.0.1:{port}": here}
+
+    def here(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a further process in a pod, as ``kubectl exec`` starts one."""
+        return {name: self._here(value, {}) for name, value in environment.items()}
 
     def _mount(self, spec: Object, container: Object, name: str) -> dict[str, Path]:
         """The directory of each mount."""
