@@ -1,8 +1,8 @@
 """Rules for requests, checked before any state is read. Pure: invalid input never changes state.
 
-:func:`check` looks in every message for enum values that this version does not know, and then applies the rules of the
-message's type. Coordinator, stage and worker all call :func:`check`, so a request is refused with the same words
-everywhere.
+:func:`check` looks in every message for enum values that this version does not know and for impossible times, and then
+applies the rules of the message's type. Coordinator, stage and worker all call :func:`check`, so a request is refused
+with the same words everywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract import digests, fingerprints, vllm_groups
 from rlctl.contract.durations import seconds
@@ -38,6 +39,9 @@ MOST_REASON = 1000
 _SLOT = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 """Names that are safe unquoted in file names, metric labels and command lines."""
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+
+_FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
+"""Seconds of the first and the last time that a protobuf Timestamp may have."""
 
 _ON_OPEN_UPDATE = (
     update_pb2.RetryWeightUpdateRequest,
@@ -62,7 +66,7 @@ def _rule(kind: type[M]) -> Callable[[Callable[[M], None]], Callable[[M], None]]
 def check(request: Message) -> None:
     """Raise an :class:`rlctl.contract.errors.RlctlError` that names the field if the request is invalid."""
     kind = request.DESCRIPTOR
-    _enums(request, "")
+    _values(request, "")
     if _has_header(kind):
         header = request.header  # type: ignore[attr-defined]
         if header.HasField("timeout"):
@@ -109,8 +113,8 @@ def request_id(value: str, field: str) -> None:
         )
 
 
-def _enums(message: Message, path: str) -> None:
-    for descriptor in _fields_with_enums(message.DESCRIPTOR):
+def _values(message: Message, path: str) -> None:
+    for descriptor in _fields_with_rules(message.DESCRIPTOR):
         where = f"{path}{descriptor.name}"
         value = getattr(message, descriptor.name)
         if descriptor.enum_type is not None:
@@ -122,9 +126,18 @@ def _enums(message: Message, path: str) -> None:
                     )
         elif descriptor.is_repeated:
             for index, item in enumerate(value):
-                _enums(item, f"{where}[{index}].")
+                _values(item, f"{where}[{index}].")
         elif message.HasField(descriptor.name):
-            _enums(value, f"{where}.")
+            if isinstance(value, Timestamp):
+                _time(value, where)
+            else:
+                _values(value, f"{where}.")
+
+
+def _time(value: Timestamp, field: str) -> None:
+    """Refuse a time that protobuf does not define: Python raises ValueError wherever such a time is read or shown."""
+    if not (_FIRST_S <= value.seconds <= _LAST_S and 0 <= value.nanos < 10**9):
+        raise _invalid(f"{field} is {value.seconds} s and {value.nanos} ns; a time is in the years 1 to 9999", field)
 
 
 # Lookups by message type are cached: requests for samples come by the thousand a second.
@@ -143,19 +156,21 @@ def _labels(kind: Descriptor) -> tuple[str, ...]:
 
 
 @functools.cache
-def _fields_with_enums(kind: Descriptor) -> tuple[FieldDescriptor, ...]:
-    """Return the fields of a message that are or contain enums; the thousands of shapes in buckets do not."""
-    return tuple(field for field in kind.fields if _leads_to_enum(field, set()))
+def _fields_with_rules(kind: Descriptor) -> tuple[FieldDescriptor, ...]:
+    """Return the fields of a message that are or contain enums or times; the thousands of shapes in buckets do not."""
+    return tuple(field for field in kind.fields if _leads_to_rule(field, set()))
 
 
-def _leads_to_enum(field: FieldDescriptor, seen: set[str]) -> bool:
+def _leads_to_rule(field: FieldDescriptor, seen: set[str]) -> bool:
     inner = field.message_type
     if inner is None:
         return field.enum_type is not None
+    if inner.full_name == Timestamp.DESCRIPTOR.full_name:
+        return True
     if inner.GetOptions().map_entry or inner.full_name in seen:
         return False
     seen.add(inner.full_name)
-    return any(_leads_to_enum(deeper, seen) for deeper in inner.fields)
+    return any(_leads_to_rule(deeper, seen) for deeper in inner.fields)
 
 
 def _required(value: object, field: str) -> None:

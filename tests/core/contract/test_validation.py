@@ -8,6 +8,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
@@ -121,6 +122,15 @@ BAD: list[tuple[Message, str, str]] = [
     (for_readers("a", "b"), "FIELD_CONFLICT", "segments.reader.slot"),
     (for_readers("a", ""), "FIELD_CONFLICT", "segments.reader.slot"),
     (bucket(format=99), "UNKNOWN_ENUM_VALUE", "buckets[0].format"),
+    (coordinator_pb2.ListAuditRecordsRequest(since=Timestamp(seconds=1 << 62)), "FIELD_INVALID", "since"),
+    (coordinator_pb2.ListAuditRecordsRequest(since=Timestamp(seconds=1, nanos=-1)), "FIELD_INVALID", "since"),
+    (
+        coordinator_pb2.ReportEngineFailureRequest(
+            slot="a", failure=fleet_pb2.EngineFailure(reason="x", retry_time=Timestamp(seconds=-62_135_596_801))
+        ),
+        "FIELD_INVALID",
+        "failure.retry_time",
+    ),
     (bucket(names=[]), "FIELD_REQUIRED", "buckets[0].names"),
     (bucket(dtypes=[]), "FIELD_REQUIRED", "buckets[0].dtypes"),
     (bucket(shapes=[]), "FIELD_REQUIRED", "buckets[0].shapes"),
