@@ -31,6 +31,7 @@ from rlctl.metrics.definitions import refuse_without_library
 from rlctl.runtime import http_limits
 from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies
+from rlctl.runtime.shielding import shielded
 from rlctl.sdk import aio
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.traces.tracing import tracer
@@ -304,7 +305,7 @@ class GatewayServer:
         task = asyncio.ensure_future(handler(call))
         self._lasting.add(task)
         task.add_done_callback(self._lasting.discard)
-        return await asyncio.shield(task)
+        return await shielded(task)
 
     async def _stream(self, request: web.Request, call: Call, answer: Stream, standing: Standing) -> web.StreamResponse:
         chunks = answer.chunks

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
+from rlctl.contract.errors import RlctlError
 from rlctl.ports import CALLER, Caller
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,5 +32,16 @@ async def answer(work: Coroutine[Any, Any, T], *, cancellable: bool = False) -> 
 
 
 def shielded(task: asyncio.Task[T]) -> Awaitable[T]:
-    """Await a task that goes on when the waiter is cancelled."""
-    return asyncio.shield(task)
+    """Await a task that goes on when the waiter is cancelled.
+
+    A refusal that nobody awaits any more is dropped, any other error is logged.
+    """
+    waiter = asyncio.shield(task)
+    waiter.add_done_callback(lambda waiter: task.add_done_callback(_retrieve) if waiter.cancelled() else None)
+    return waiter
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, RlctlError):
+        log.error("a call failed after its caller had disconnected", exc_info=error)

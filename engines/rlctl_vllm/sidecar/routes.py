@@ -17,6 +17,7 @@ from aiohttp import web
 from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.runtime import http_limits
 from rlctl.runtime.http_bodies import Bodies, Body
+from rlctl.runtime.shielding import shielded
 from rlctl.sglang_api.request import Asking
 from rlctl_vllm.sidecar.admin import VERBS, Admin
 from rlctl_vllm.sidecar.requests import Requests
@@ -215,7 +216,7 @@ class Sidecar:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            return _json(await asyncio.shield(task))
+            return _json(await shielded(task))
         except RlctlError as error:
             without_frames(error)
             return _json({"success": False, "message": str(error), "error": error.described()}, error.http_status)
