@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from rlctl.contract.access import Method, method_of, refusal
 from rlctl.contract.errors import Reason, RlctlError
@@ -217,8 +218,10 @@ class AccessGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method == OPEN:
-            return handler
+        if handler is None:
+            return None
+        if handler_call_details.method == OPEN:
+            return _opened(handler)
         metadata = {key.lower(): value for key, value in handler_call_details.invocation_metadata or ()}
         return _guarded(handler, _Admission(self, metadata, method_of(handler_call_details.method)))
 
@@ -290,29 +293,67 @@ class _CheckedContext:
         await self._context.write(answer)
 
 
+def _opened(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await _answer(handler, request, context)
+
+    return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
+
+
 def _guarded(handler: Any, admission: _Admission) -> grpc.RpcMethodHandler[Any, Any]:
     async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await _enter(admission, context)
-        return await handler.unary_unary(request, context)
+        return await _answer(handler, request, context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         standing = await _enter(admission, context)
         checked: Any = context if admission.lasts else _CheckedContext(context, standing)
-        await _relay(handler.unary_stream(request, checked), checked)
+        await _relay(lambda: handler.unary_stream(_parsed(handler, request), checked), checked)
 
     async def streams(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         standing = await _enter(admission, context, requests)
         checked: Any = context
         if not admission.lasts:
             requests, checked = _checked(requests, standing, admission), _CheckedContext(context, standing)
-        await _relay(handler.stream_stream(requests, checked), checked)
+        await _relay(lambda: handler.stream_stream(_all_parsed(handler, requests), checked), checked)
 
-    read, write = handler.request_deserializer, handler.response_serializer
+    write = handler.response_serializer
     if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(streams, read, write)
+        return grpc.stream_stream_rpc_method_handler(streams, None, write)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(stream, read, write)
-    return grpc.unary_unary_rpc_method_handler(unary, read, write)
+        return grpc.unary_stream_rpc_method_handler(stream, None, write)
+    return grpc.unary_unary_rpc_method_handler(unary, None, write)
+
+
+async def _answer(handler: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """Return the answer of a unary handler. gRPC's own services, for example health, raise these errors."""
+    try:
+        return await handler.unary_unary(_parsed(handler, request), context)
+    except RlctlError as error:
+        await abort(context, error)
+    except NotImplementedError:
+        await abort(context, Reason.VERB_UNKNOWN.error("the installed version of gRPC does not have this method"))
+
+
+def _parsed(handler: Any, request: Any) -> Any:
+    """Parse a request, unless the handler parses it. gRPC itself would log a traceback and answer UNKNOWN."""
+    if handler.request_deserializer is None:
+        return request
+    try:
+        return handler.request_deserializer(request)
+    except DecodeError as error:
+        raise Reason.FIELD_INVALID.error(f"the request cannot be parsed: {error}") from None
+
+
+def _all_parsed(handler: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    if handler.request_deserializer is None:
+        return requests
+
+    async def parsed() -> AsyncIterator[Any]:
+        async for request in requests:
+            yield _parsed(handler, request)
+
+    return parsed()
 
 
 async def _enter(
@@ -332,9 +373,10 @@ async def _enter(
         await abort(context, error)
 
 
-async def _relay(answers: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _relay(start: Callable[[], Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Write the messages that a handler yields. A handler that is a coroutine writes by itself."""
     try:
+        answers = start()
         if not inspect.isasyncgen(answers):
             await answers
             return
