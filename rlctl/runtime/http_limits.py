@@ -36,6 +36,9 @@ BACKLOG = 4096
 """Connections that may wait for acceptance: a trainer sends its batch at once."""
 
 
+_Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
 class Site(web.BaseSite):
     """A listener with guarded connections."""
 
@@ -64,6 +67,7 @@ class Site(web.BaseSite):
         await super().start()
         make = self._runner.server
         assert make is not None
+        make.request_handler = _refusing_expectations(make.request_handler)
         loop, shared = asyncio.get_running_loop(), self._share_port or None
         try:
             self._server = await loop.create_server(
@@ -78,6 +82,17 @@ class Site(web.BaseSite):
         except OSError as error:
             host = f"[{self._host}]" if ":" in self._host else self._host
             raise unbound(f"{host}:{self._port}", error) from None
+
+
+def _refusing_expectations(handle: _Handle) -> _Handle:
+    """Refuse a header ``Expect`` that is not ASCII. aiohttp puts the value into its answer, and fails to encode it."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get("Expect", "").isascii():
+            return await handle(request)
+        return web.Response(status=417, text="Unknown Expect")
+
+    return answer
 
 
 class Guard(asyncio.Protocol):

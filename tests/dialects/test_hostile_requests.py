@@ -64,6 +64,7 @@ async def test_no_request_finds_a_defect(
             await tried(post, b"Authorization: Bearer " + odd, body=b"{")
             await tried(post, b"Idempotency-Key: " + odd, body=b"{")
             await tried(read, b"Authorization: Bearer " + odd)
+            await tried(read, b"Expect: " + odd)
             for line in (read, listed):
                 await tried(line, b"Host: " + odd)
                 await tried(line, b"X-Forwarded-Proto: " + odd)
