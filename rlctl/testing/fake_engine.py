@@ -157,7 +157,9 @@ class FakeEngine(Engine):
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Read the checkpoint and join the step stream."""
-        self._steps = _STEPS[setup["steps"]]
+        if (key := setup.get("steps", "")) not in _STEPS:
+            raise Reason.FIELD_INVALID.error(f"no rank 0 of this process has made {key!r}", field="attach.engine_setup")
+        self._steps = _STEPS[key]
         self.weights = _read(self.config.model_path)
         workers = [
             WorkerCoordinates(rank=rank, tp=rank, node=self.config.node, device="cpu")

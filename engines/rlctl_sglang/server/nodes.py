@@ -80,11 +80,14 @@ class SGLangNode(Engine):
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Start the part. Raises ENGINE_FAILED, DEADLINE_EXCEEDED."""
-        nodes = int(setup.get("nodes", "0"))
+        try:
+            nodes, tp_size = int(setup["nodes"]), int(setup["tp_size"])
+        except (KeyError, ValueError):
+            raise Reason.FIELD_INVALID.error("rank 0 sent no setup of a server", field="attach.engine_setup") from None
         if not self._config.rank < nodes:
             raise Reason.FIELD_INVALID.error(f"the server has {nodes} nodes, and this is number {self._config.rank}")
         meeting = Meeting(nodes, self._config.rank, setup["address"], address_of(self._config.node))
-        config = dataclasses.replace(self._config, tp_size=int(setup["tp_size"]), dtype=setup["dtype"])
+        config = dataclasses.replace(self._config, tp_size=tp_size, dtype=setup["dtype"])
         self._process = NodeProcess(config, self._options, meeting)
         await self._process.start(self._on_failure)
         places = [common_pb2.WorkerCoordinates(rank=node, node=self._config.node) for node in range(nodes)]
