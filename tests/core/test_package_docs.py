@@ -18,7 +18,7 @@ STAND_INS = ("rlctl/v1", "engines/rlctl_sglang/cpu")  # generated, and modules o
 
 
 def packages() -> Iterator[str]:
-    for folder in ("rlctl", "engines", "tests/simulator", "tools/reference"):
+    for folder in ("rlctl", "engines", "tests/fuzz", "tests/simulator", "tools/reference"):
         for path in sorted((ROOT / folder).rglob("__init__.py")):
             name = path.parent.relative_to(ROOT).as_posix()
             if not name.startswith(STAND_INS):

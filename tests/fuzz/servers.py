@@ -1,0 +1,126 @@
+"""Servers of a world that are no part of its fleet: data ports, a trainer's lead, and stages without a coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.data_port.passing import Passing
+from rlctl_servers.requests.requests import Requests
+from rlctl_servers.updates.version_labels import Stamps
+from rlctl_sglang.requests import passing as of_sglang
+from rlctl_sglang.requests.bodies import Limits as SglangLimits
+from rlctl_vllm.requests import passing as of_vllm
+from rlctl_vllm.requests.bodies import Limits as VllmLimits
+
+from rlctl.engine import EngineConfig, HttpExchange, HttpHead, HttpRequest, HttpRoute
+from rlctl.ports import SystemClock
+from rlctl.stage.data_port.server import DataPort
+from rlctl.stage.server import StageConfig, StageServer
+from rlctl.stage.serving_state import Serving
+from rlctl.trainer.member_streams import Members
+from rlctl.v1.common_pb2 import STAGE_STATE_READY, WeightVersion
+from rlctl.worker.server import WorkerConfig, WorkerServer
+
+T = TypeVar("T")
+
+
+class _Upstream:
+    """An engine server with one answer."""
+
+    async def forward(
+        self, method: str, target: str, headers: Any, body: bytes
+    ) -> AsyncGenerator[HttpHead | bytes, None]:
+        yield HttpHead(200, [("Content-Type", "application/json")])
+        yield b'{"text":"x"}'
+
+
+class _EndsNothing:
+    product = "fake"
+
+    def admit_passed(self, *, prepared: bool) -> None:
+        pass
+
+    def ends(self, *, heard: bool) -> bool:
+        return heard
+
+    async def end(self, rids: Collection[str]) -> None:
+        pass
+
+
+class _Engine:
+    def __init__(self, reader: Any, adapters: LoraTable) -> None:
+        requests: Any = Requests(_EndsNothing())  # type: ignore[arg-type]
+        self._passing = Passing(_Upstream(), reader, requests, Stamps("default"), adapters)  # type: ignore[arg-type]
+
+    async def exchange(self, request: HttpRequest) -> HttpExchange:
+        return self._passing.read(request)
+
+
+def _returning(value: T) -> Callable[[], T]:
+    return lambda: value
+
+
+@contextlib.asynccontextmanager
+async def data_ports(token: str | None, access_file: str) -> AsyncIterator[list[tuple[str, str, list[HttpRoute]]]]:
+    """Yield name, address and routes of the data ports of an SGLang and of a vLLM stage."""
+    serving = Serving(
+        slot="a",
+        model="actor",
+        incarnation=1,
+        state=STAGE_STATE_READY,
+        version=WeightVersion(label="v1", sequence=1),
+        vouched=True,
+        lease_until=float("inf"),
+        obstacle=None,
+        adapters={},
+        held=frozenset(),
+        awaited=frozenset(),
+        spoiling="",
+    )
+    adapters = LoraTable()
+    kinds: list[tuple[str, Any, list[HttpRoute]]] = [
+        ("data-sglang", of_sglang.Reader(SglangLimits(100, 512, 500), "base"), of_sglang.routes(metrics=True)),
+        ("data-vllm", of_vllm.Reader(VllmLimits(100, 512, 500), "base", list, adapters), of_vllm.routes()),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        ports = []
+        for name, reader, routes in kinds:
+            engine: Any = _Engine(reader, adapters)
+            port = DataPort(
+                _returning(engine), _returning(serving), SystemClock(), token=token, access_file=access_file
+            )
+            stack.push_async_callback(port.stop)
+            health = [HttpRoute("GET", path) for path in ("/health", "/health_generate", "/ready")]
+            ports.append((name, await port.start("127.0.0.1:0", routes), [*routes, *health]))
+        yield ports
+
+
+@contextlib.asynccontextmanager
+async def lead(ranks: int) -> AsyncIterator[tuple[str, str]]:
+    """Yield address and token of a trainer's lead."""
+    members = Members(ranks)
+    yield await members.start("127.0.0.1")
+    await members.close()
+
+
+@dataclass
+class Lone:
+    """A stage of one rank and a worker of rank 1, without a coordinator: commanders of any epoch may attach."""
+
+    checkpoint: str
+
+    async def start(self) -> None:
+        """Start both at fresh addresses."""
+        self.stage = StageServer(StageConfig("c", "actor", "fake", EngineConfig(self.checkpoint)))
+        self.worker = WorkerServer(WorkerConfig("fake", EngineConfig(self.checkpoint, tp_size=2, rank=1)))
+        await self.stage.start()
+        self.worker_address = await self.worker.start()
+
+    async def stop(self) -> None:
+        """Stop both."""
+        await self.stage.stop()
+        await self.worker.stop()
