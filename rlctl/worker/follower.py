@@ -61,6 +61,8 @@ class Follower:
             info = await self._engine.start(attach.engine_setup)
             self.worker.coordinates.CopyFrom(info.layout.workers[self.worker.coordinates.rank])
         except RlctlError as error:
+            if error.reason is Reason.FIELD_INVALID and self._link is link:  # the engine has refused the setup
+                self._started, self._link = False, None
             return Attached(error=error.detail())
         return Attached(report=self._report())
 

@@ -19,6 +19,10 @@ MORE_BYTES = 300 << 20
 """Most memory more than after the first tenth of a run. Records of ended operations and commands are bounded."""
 
 
+_UNSENT = "ExecuteBatchError raised in core"
+"""gRPC's own log of a status that was not sent, because the caller had disconnected."""
+
+
 class Logs(logging.Handler):
     """Collects errors and tracebacks of all loggers and uncaught exceptions."""
 
@@ -37,6 +41,8 @@ class Logs(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep an error."""
+        if _UNSENT in record.getMessage():
+            return
         if record.levelno >= logging.ERROR or record.exc_info:
             raised = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
             self.lines.append(f"{record.name}: {record.getMessage()}\n{raised}".rstrip())

@@ -9,8 +9,9 @@ from typing import Any, cast
 from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Call, EngineInfo
+from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.ports import SystemClock
+from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.loopback_links import MemoryLink
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, WorkerCoordinates
@@ -90,6 +91,15 @@ async def test_a_rank_is_one_stages_and_of_its_contract() -> None:
     assert (rank.obeys(first), rank.obeys(second)) == (True, False)
     await rank.stop()
     assert engine.stopped
+
+
+async def test_a_rank_whose_engine_refuses_the_setup_can_be_attached_again() -> None:
+    config = EngineConfig("nowhere", tp_size=2, rank=1)
+    rank = Follower(lambda failed: FakeEngine(config, failed), WorkerCoordinates(rank=1), 7, SystemClock())
+    for _ in range(2):
+        refused = await rank.attach(attach(), link())
+        assert (refused.error.reason, refused.error.field) == ("FIELD_INVALID", "attach.engine_setup")
+    assert await outcome(rank, v.GetLoadsRequest()) == (OUTCOME_REJECTED, "ILLEGAL_STATE")
 
 
 async def test_by_itself_a_rank_only_reads_and_only_once_it_is_a_stages() -> None:

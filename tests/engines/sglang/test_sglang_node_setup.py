@@ -1,0 +1,18 @@
+"""A further node of an SGLang server, attached with a setup that no rank 0 sends."""
+
+from __future__ import annotations
+
+import pytest
+from rlctl_sglang.server.nodes import SGLangNode
+
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.engine import EngineConfig
+from rlctl.v1.control_pb2 import Attach
+
+
+@pytest.mark.parametrize("setup", [{}, {"nodes": "x", "tp_size": "2"}, {"nodes": "2", "tp_size": ""}])
+async def test_a_setup_without_numbers_is_refused(setup: dict[str, str]) -> None:
+    node = SGLangNode(EngineConfig("model", rank=1), lambda failure: None)
+    with pytest.raises(RlctlError) as refused:
+        await node.start(Attach(engine_setup=setup).engine_setup)
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "attach.engine_setup")
