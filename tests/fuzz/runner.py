@@ -22,7 +22,7 @@ from tests.fuzz.worlds import WORLDS, World
 BATCH = 1000
 """Inputs between two checks of the worlds."""
 
-AT_ONCE = 64
+AT_ONCE = 128
 """Inputs under way at a time."""
 
 LIMIT_S = 20.0
