@@ -20,7 +20,7 @@ MOST_READ = 1 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. ``status`` 0: the server has closed the connection without an answer."""
+    """An answer. ``status`` 0: the server has closed the connection without a whole answer."""
 
     status: int
     body: bytes = b""
@@ -92,8 +92,12 @@ async def _read(reader: asyncio.StreamReader, *, head: bool) -> tuple[Answer, bo
     """Return the answer, and True if the connection can be used again."""
     try:
         lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        return await _rest(reader, lines, head=head)
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
         return Answer(0), False
+
+
+async def _rest(reader: asyncio.StreamReader, lines: list[bytes], *, head: bool) -> tuple[Answer, bool]:
     if not lines[0].startswith(b"HTTP/1."):
         return Answer(0), False  # HTTP/0.9 has no head
     status = int(lines[0].split()[1])
@@ -105,7 +109,7 @@ async def _read(reader: asyncio.StreamReader, *, head: bool) -> tuple[Answer, bo
         return Answer(status, await reader.readexactly(int(headers[b"content-length"]))), keep
     body = b""
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-        with contextlib.suppress(asyncio.IncompleteReadError):
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the server breaks off a stream whose request fails
             while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
                 body += (await reader.readexactly(size + 2))[:-2]
                 if len(body) > MOST_READ:

@@ -93,7 +93,7 @@ def drawn(chance: random.Random, route: Route, fields: Fields, headers: Mapping[
     target = _target(chance, route)
     first = f"{method} {target} HTTP/1.1".encode("latin-1")
     if chance.random() < 0.08:
-        return Request(_misframed(chance, first, lines, body), whole=False)
+        return Request(_misframed(chance, first, lines, body), whole=False, head=method == "HEAD")
     lines["Content-Length"] = str(len(body)).encode()
     whole = method == route.method and target.startswith("/") and not {"Upgrade", "Connection", "Expect"} & lines.keys()
     whole = whole and not any(b"\x7f" in value for value in lines.values())

@@ -151,6 +151,9 @@ class _Run:
             except TimeoutError:
                 answer = "FAULT"
                 self._report.faults.append(Found(target.name, index, f"no answer within {LIMIT_S:g} s", drawn.content))
+            except Exception as error:  # noqa: BLE001 - an answer that the client cannot read
+                answer = "FAULT"
+                self._report.faults.append(Found(target.name, index, repr(error), drawn.content))
             self._report.inputs += 1
             self._report.answers.setdefault(target.name, Counter())[answer] += 1
 

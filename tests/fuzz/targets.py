@@ -220,7 +220,7 @@ class HttpTarget:
             return "waits"  # the caller disconnects
         if answer.status == 0:
             if request.whole:
-                raise Fault("the connection was closed without an answer")
+                raise Fault("the connection was closed without a whole answer")
             return "closed"
         if answer.status == 500 or answer.status > 504 or _DEFECT.search(answer.body):
             raise Fault(f"{answer.status} {answer.body[:500]!r}")
