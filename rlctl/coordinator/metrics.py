@@ -124,10 +124,10 @@ class CoordinatorMetrics(Observer):
             yield m.RUNNING_OPERATIONS, (verb,), count
         for model in roster.models.values():
             yield from _of_model(model)
-        present = [slot for slot in roster.slots.values() if not slot.record.retired]
-        for (model_name, state), count in Counter((slot.model, _state_of(slot)) for slot in present).items():
+        listed = [slot for slot in roster.slots.values() if slot.listed]
+        for (model_name, state), count in Counter((slot.model, _state_of(slot)) for slot in listed).items():
             yield m.STAGES, (model_name, state), count
-        for slot in present:
+        for slot in listed:
             yield from _of_stage(slot, roster.models[slot.model], self._clock.now())
 
 

@@ -589,6 +589,8 @@ class Coordinator:
                 # Otherwise an update in planning could have the stage as a target.
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
+            if not request.boot_id:  # not the stage itself: the slot is given up
+                slot.engine_failure = None
             await self.roster.retire(slot)
             slot.gone = slot.gone or request.leaves
         if slot.commander is not None:

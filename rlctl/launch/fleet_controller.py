@@ -423,7 +423,8 @@ class LaunchedFleet:
         slots = {spec.slot for spec in self.engines}
         for stage in fleet.stages if fleet is not None else ():
             slot = stage.registration.slot
-            if slot in slots or stage.state not in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE):
+            absent = stage.state in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE) or stage.engine_failure.given_up
+            if slot in slots or not absent:
                 continue
             if self._asked(lambda client, slot=slot: client.deregister(slot)):  # type: ignore[misc]
                 self._say(f"{slot}: empty and not in the topology: taken off the record")

@@ -311,7 +311,7 @@ class StageServer:
         async def keep() -> None:
             with contextlib.suppress(RlctlError):
                 await commander.run()
-            self._follower_lost(rank, Reason.LINK_LOST.error("the follower's process is gone"))
+            self._follower_lost(rank, Reason.LINK_LOST.error("the follower's process is gone, or stopped"))
 
         self._tasks.append(asyncio.create_task(keep()))
         return commander

@@ -899,7 +899,7 @@ class CoordinatorServiceServicer(object):
         """Reports the cause of an empty slot. Launchers call this RPC, because the ended process of a stage reports nothing.
 
         Effect: The failure is shown with the stage while the coordinator has no link to the stage, until a new process
-        registers. Not journaled.
+        registers. Until then, a slot that its stage has deregistered is UNREACHABLE in place of RETIRED. Not journaled.
         Idempotency: Yes. The latest report counts.
         States: Every state.
         Partial failure: Not applicable.

@@ -494,7 +494,7 @@ class CoordinatorServiceStub:
     """Reports the cause of an empty slot. Launchers call this RPC, because the ended process of a stage reports nothing.
 
     Effect: The failure is shown with the stage while the coordinator has no link to the stage, until a new process
-    registers. Not journaled.
+    registers. Until then, a slot that its stage has deregistered is UNREACHABLE in place of RETIRED. Not journaled.
     Idempotency: Yes. The latest report counts.
     States: Every state.
     Partial failure: Not applicable.
@@ -1009,7 +1009,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Reports the cause of an empty slot. Launchers call this RPC, because the ended process of a stage reports nothing.
 
     Effect: The failure is shown with the stage while the coordinator has no link to the stage, until a new process
-    registers. Not journaled.
+    registers. Until then, a slot that its stage has deregistered is UNREACHABLE in place of RETIRED. Not journaled.
     Idempotency: Yes. The latest report counts.
     States: Every state.
     Partial failure: Not applicable.
@@ -1773,7 +1773,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports the cause of an empty slot. Launchers call this RPC, because the ended process of a stage reports nothing.
 
         Effect: The failure is shown with the stage while the coordinator has no link to the stage, until a new process
-        registers. Not journaled.
+        registers. Until then, a slot that its stage has deregistered is UNREACHABLE in place of RETIRED. Not journaled.
         Idempotency: Yes. The latest report counts.
         States: Every state.
         Partial failure: Not applicable.

@@ -57,13 +57,15 @@ from rlctl.v1.results_pb2 import ExcludedStage
 
 log = logging.getLogger(__name__)
 
-ABSENT = (
+_ABSENT = (
     common_pb2.STAGE_STATE_JOINING,
     common_pb2.STAGE_STATE_UNREACHABLE,
     common_pb2.STAGE_STATE_DRAINING,
     common_pb2.STAGE_STATE_RETIRED,
 )
-"""States of the stages that a new target set excludes."""
+
+NOT_THERE = "not there"
+"""Reason of an excluded stage that was absent."""
 
 _UNLINKED = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_UNREACHABLE)
 
@@ -218,15 +220,29 @@ class Slot:
     @property
     def state(self) -> StageState.ValueType:
         """State that the roster decides, otherwise the state of the last report."""
-        if self.record.retired:
+        if not self.listed:
             return common_pb2.STAGE_STATE_RETIRED
         if not self.linked and self.engine_failure is not None and self.engine_failure.given_up:
             return common_pb2.STAGE_STATE_FAILED
+        if self.record.retired:
+            return common_pb2.STAGE_STATE_UNREACHABLE
         if self.commander is not None and self.commander.lost:
             return common_pb2.STAGE_STATE_UNREACHABLE
         if self.report is None:
             return common_pb2.STAGE_STATE_JOINING
         return common_pb2.STAGE_STATE_UNREACHABLE if self.commander is None else self.report.state
+
+    @property
+    def listed(self) -> bool:
+        """Whether the slot is part of the fleet. A launcher that reports a failed engine is going to fill the slot
+        again, although the rest of the engine has deregistered.
+        """
+        return not self.record.retired or self.engine_failure is not None
+
+    @property
+    def absent(self) -> bool:
+        """Whether a new target set excludes the stage. An engine that is not started again is FAILED without a link."""
+        return self.state in _ABSENT or not self.linked
 
     @property
     def linked(self) -> bool:
@@ -258,16 +274,22 @@ class Slot:
 
     def not_routable(self) -> str:
         """Return why the stage is not routable, or ""."""
+        why = self._obstacle()
+        return f"{why}, UNHEALABLE: {self.unhealable}" if why and self.unhealable else why
+
+    def _obstacle(self) -> str:
         state = self.state
         if state != common_pb2.STAGE_STATE_READY:
             name = StageState.Name(state).removeprefix("STAGE_STATE_")
             if self.failure is not None:
-                name += f": {failed(self.failure)}"
-            elif state in _UNLINKED and self.away:
-                name += f": {self.away}"
+                return f"{name}: {failed(self.failure)}"
+            if state in _UNLINKED and self.away:
+                return f"{name}: {self.away}"
+            if state == common_pb2.STAGE_STATE_FAILED and (dead := self._dead_rank()):
+                return f"{name}: {dead}"
             if state == common_pb2.STAGE_STATE_DIRTY:
-                name += f": {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
-            return f"{name}, UNHEALABLE: {self.unhealable}" if self.unhealable else name
+                return f"{name}: {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
+            return name
         if not self.record.enabled:
             reason = self.record.disabled_reason
             return f"disabled: {reason}" if reason else "disabled"
@@ -280,6 +302,11 @@ class Slot:
         if self.owes_pause:
             return f"about to be paused: pause {self.pause.operation_id if self.pause else ''} is in force"
         return ""
+
+    def _dead_rank(self) -> str:
+        """Return the first lost rank with the cause, or "". A quarantine may be of an earlier failure."""
+        ranks = self.report.ranks if self.report is not None else ()
+        return next((f"rank {rank.coordinates.rank}: {rank.reason}" for rank in ranks if not rank.alive), "")
 
 
 @dataclass(eq=False)
@@ -524,10 +551,9 @@ class Roster:
         for _, slot in sorted(self.slots.items()):
             if not covers(target, slot):
                 continue
-            state = slot.state
-            if state in ABSENT and not target.slots:
-                if state != common_pb2.STAGE_STATE_RETIRED:
-                    excluded.append(ExcludedStage(slot=slot.name, state=state, reason="not there"))
+            if slot.absent and not target.slots:
+                if slot.listed:
+                    excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=NOT_THERE))
                 continue
             targets.append(slot)
         if not targets:
@@ -536,7 +562,7 @@ class Roster:
 
     def _none_there(self, target: Target) -> RlctlError:
         """Return the error of a target without an addressable stage."""
-        absent = [slot for slot in self.covered(target) if not slot.record.retired]
+        absent = [slot for slot in self.covered(target) if slot.listed]
         causes = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
         if absent and all(slot.taken for slot in absent):
             return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {causes}", field="header.target")
@@ -565,9 +591,7 @@ class Roster:
             revision=self._revision,
             models=[self._model(m) for name, m in sorted(self.models.items()) if model in ("", name)],
             stages=[
-                self._stage(slot)
-                for _, slot in sorted(self.slots.items())
-                if model in ("", slot.model) and not slot.record.retired
+                self._stage(slot) for _, slot in sorted(self.slots.items()) if model in ("", slot.model) and slot.listed
             ],
         )
 

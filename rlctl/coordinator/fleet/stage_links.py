@@ -242,7 +242,16 @@ class Peers:
             ends = [slot.lease_until for slot in self._others(model) if not self._is_silent(slot)]
             return max((*ends, self._roster.formers.until(model.record.name)))
 
+        self._log_wait(model, until() - self._clock.now())
         await self._passed(until)
+
+    def _log_wait(self, model: ModelState, at_most_s: float) -> None:
+        """Log the stages whose serving leases must end before a publish. A linked stage confirms in a moment."""
+        cut = [slot.name for slot in self._others(model) if not (self._is_silent(slot) or slot.linked)]
+        former = ["a replaced process"] if self._roster.formers.until(model.record.name) > self._clock.now() else []
+        if cut or former:
+            names = ", ".join([*cut, *former])
+            log.info("%s: the publish waits up to %.1f s for serving leases: %s", model.record.name, at_most_s, names)
 
     def speak(self, model: ModelState) -> None:
         """Allow every stage of a model to serve the admitted versions."""

@@ -6,7 +6,7 @@ from rlctl.contract.adapter_identity import same
 from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.coordinator.fleet.capabilities import adapter_travels, can_digest, unsupported
-from rlctl.coordinator.fleet.roster import ABSENT, Roster, Slot
+from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
 from rlctl.coordinator.healing.from_peer import alike
 from rlctl.coordinator.transaction import verification_levels
@@ -48,7 +48,7 @@ class Sources:
         model = self._roster.models[slot.model].record
         if slot.state == STAGE_STATE_FAILED and slot.quarantine is not None:
             raise from_detail(slot.quarantine)
-        if slot.state in ABSENT:
+        if slot.absent:
             raise Reason.ILLEGAL_STATE.error(
                 f"{slot.name} is not there to be healed: {slot.not_routable()}", field="slots"
             )

@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError, from_detail, typed
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import ABSENT, Slot, model_put
+from rlctl.coordinator.fleet.roster import NOT_THERE, Slot, model_put
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.update import Update
@@ -346,7 +346,7 @@ class Commit:
 
     def _left_out(self) -> bool:
         """Whether the target set excludes a present stage that could not take this update."""
-        return any(excluded.state not in ABSENT for excluded in self._update.record.plan.excluded)
+        return any(excluded.reason != NOT_THERE for excluded in self._update.record.plan.excluded)
 
     def _keep(self, slots: Sequence[Slot], results: Sequence[StageResult]) -> list[Slot]:
         """Add results. Returns the slots without a failure."""

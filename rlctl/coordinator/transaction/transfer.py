@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.verbs import of_request
-from rlctl.coordinator.fleet.roster import ABSENT, Slot, model_put, names
+from rlctl.coordinator.fleet.roster import Slot, model_put, names
 from rlctl.coordinator.operations.collective_fanout import Together
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
@@ -230,7 +230,7 @@ def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[Sta
 
 def _is_away(slot: Slot) -> bool:
     """Whether a target has no link at present. The link may return in a moment."""
-    return slot.state in ABSENT or slot.commander is None or slot.commander.lost
+    return slot.absent
 
 
 def _what_is_known(slot: Slot, received: Sequence[StageResult]) -> StageResult:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from fleet_steps import restart_coordinator
+from scraping import scrape
 from updating import abort, begin, refusal, unreachable
 from waiting import eventually
 
@@ -257,6 +258,34 @@ async def test_why_a_slot_is_empty_is_shown_as_its_launcher_says_it_until_it_is_
         await fleet.start_stage(fleet.specs[0])
         await fleet.until(lambda stages: stages[0].routable)
         assert not fleet.stage("a").HasField("engine_failure")
+
+
+async def test_a_slot_stays_listed_while_its_launcher_reports_that_the_engine_failed(make_fleet: Callable) -> None:
+    """The launcher ends what remains of a failed engine, and its stage deregisters. The slot is not given up."""
+    async with make_fleet(a=1, b=1, metrics="127.0.0.1:0") as fleet:
+        failure = EngineFailure(reason="a.1 was ended by SIGKILL", failures=1)
+        await fleet.stub.ReportEngineFailure(c.ReportEngineFailureRequest(slot="a", failure=failure))
+        await fleet.stages["a"].stop()
+        assert fleet.server.coordinator.roster.slots["a"].record.retired
+        await fleet.until(lambda stages: [stage.registration.slot for stage in stages] == ["a", "b"])
+        assert fleet.stage("a").state == common.STAGE_STATE_UNREACHABLE
+        assert fleet.stage("a").not_routable == f"UNREACHABLE: {failure.reason}"
+        metrics = await scrape(fleet.server.metrics_address)
+        assert metrics.value("rlctl_stage_routable", slot="a") == 0
+        assert metrics.value("rlctl_stages", state="unreachable") == 1
+        assert metrics.value("rlctl_stage_engine_failures", slot="a") == 1
+        failure.given_up = True
+        await fleet.stub.ReportEngineFailure(c.ReportEngineFailureRequest(slot="a", failure=failure))
+        assert fleet.stage("a").state == common.STAGE_STATE_FAILED
+        operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+        assert [target.slot for target in operation.stage_results] == ["b"]
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+        # Taken out of the topology: deregistered by the launcher, and gone.
+        await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a"))
+        assert [stage.registration.slot for stage in fleet.server.coordinator.roster.fleet().stages] == ["b"]
+        await fleet.stub.ReportEngineFailure(c.ReportEngineFailureRequest(slot="a", failure=failure))
+        await fleet.start_stage(fleet.specs[0])
+        await fleet.until(lambda stages: len(stages) == 2 and all(stage.routable for stage in stages))
 
 
 async def test_an_adopting_coordinator_fences_the_one_before(fleet: InProcessFleet, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from updating import begin, join, unreachable, update, write
 from waiting import eventually
 
+from rlctl.coordinator.fleet import stage_links
 from rlctl.coordinator.fleet.roster import ModelState
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.testing.in_process_fleet import InProcessFleet
@@ -53,13 +55,17 @@ async def test_a_stage_that_has_confirmed_its_silence_is_not_asked_again(fleet: 
     peers.speak(model)
 
 
-async def test_a_stage_without_a_link_is_silent_once_it_has_confirmed_over_the_next_one(fleet: InProcessFleet) -> None:
+async def test_a_stage_without_a_link_is_silent_once_it_has_confirmed_over_the_next_one(
+    fleet: InProcessFleet, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its lease need not run out, and it is asked once: were each report answered, they would chase each other."""
     model, peers = silencing(fleet)
     await unlinked(fleet, "a")
     told = next(peers._grants)
+    caplog.set_level("INFO", stage_links.__name__)
     async with asyncio.timeout(5.0):  # of the lease's 10
         await peers.silence(model, [])
+    assert re.search(r"actor: the publish waits up to \d+\.\d s for serving leases: a$", caplog.text, re.MULTILINE)
     assert not holds_lease(fleet, "a")
     assert next(peers._grants) - told < 20
     peers.speak(model)
