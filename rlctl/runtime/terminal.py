@@ -24,7 +24,9 @@ def time_limit(seconds: float | None, doing: str) -> Iterator[None]:
     def expired(number: int, frame: FrameType | None) -> None:
         del number, frame
         raise Reason.DEADLINE_EXCEEDED.error(
-            f"{doing} took longer than {seconds:g} s", outcome=OUTCOME_UNKNOWN, next_step="Give a longer --timeout."
+            f"{doing} took longer than {seconds:g} s",
+            outcome=OUTCOME_UNKNOWN,
+            next_step="Give a longer --timeout. `rlctl doctor` shows what does not answer.",
         )
 
     handler = signal.signal(signal.SIGALRM, expired)

@@ -22,6 +22,7 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_FAILED,
     STAGE_STATE_PAUSED,
     STAGE_STATE_READY,
+    STAGE_STATE_STALE,
     STAGE_STATE_UNREACHABLE,
 )
 from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, Stage, StageReport
@@ -399,6 +400,17 @@ def test_a_dirty_stage_has_what_clears_it_beside_it_where_no_cause_is_known() ->
     dirty.quarantine.CopyFrom(Reason.GROUP_FAILED.error("it broke").detail())
     assert why_not(dirty) == "GROUP_FAILED: it broke"
     assert why_not(Stage(state=STAGE_STATE_PAUSED, not_routable="PAUSED", enabled=True)) == ""
+    # Without a heal source, a wait for the heal would never end.
+    dirty.not_routable, dirty.unhealable = "DIRTY: it broke, UNHEALABLE: no source", True
+    assert why_not(dirty) == "GROUP_FAILED: it broke; UNHEALABLE: no source"
+    stale = Stage(state=STAGE_STATE_STALE, not_routable="STALE, UNHEALABLE: no source", enabled=True)
+    assert why_not(stale) == "UNHEALABLE: no source"
+
+
+def test_a_lost_rank_is_shown_before_an_older_quarantine() -> None:
+    lost = Stage(state=STAGE_STATE_FAILED, not_routable="FAILED: rank 1: its process is gone", enabled=True)
+    lost.quarantine.CopyFrom(Reason.GROUP_FAILED.error("a broadcast broke").detail())
+    assert why_not(lost) == "rank 1: its process is gone"
 
 
 def test_a_dirty_stage_says_in_how_long_it_is_healed() -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from cli_helpers import Cli, LiveFleet
 
+from rlctl.cli.app import connection
 from rlctl.contract.errors import Reason
 from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
@@ -259,6 +260,18 @@ def test_a_time_that_is_up_before_anybody_answers_is_no_unreachable_coordinator(
     assert ran.code == 6
     assert f"no coordinator answered at {endpoint} within 0.1 s  (DEADLINE_EXCEEDED)" in ran.err
     assert "Give a longer --timeout." in ran.err
+
+
+def test_a_stopped_coordinator_is_not_one_that_has_to_be_started(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        ran = cli("--endpoint", endpoint, "status")
+        doctor = cli("--endpoint", endpoint, "doctor", "-o", "json")
+    assert ran.code == 5
+    assert f"a process listens at {endpoint} and does not answer" in ran.err
+    assert "kill -CONT PID" in ran.err
+    assert "kill -CONT PID" in next(each["mend"] for each in doctor.data if each["check"] == "coordinator")
 
 
 def test_a_token_is_asked_for_and_sent(make_fleet: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

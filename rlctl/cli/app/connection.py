@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 PROBE_S = 3.0
 CONNECT_S = 10.0
 
+NO_ANSWER = (
+    "If it is the coordinator, its process hangs or is stopped. `rlctl logs coordinator` shows its pid: continue it "
+    "(`kill -CONT PID`), or end it (`kill -9 PID`) and the supervisor starts it again."
+)
+"""Next step for an endpoint that accepts connections and does not answer."""
+
 
 @contextlib.contextmanager
 def connected(settings: Settings) -> Iterator[Fleet]:
@@ -47,9 +53,11 @@ def connected(settings: Settings) -> Iterator[Fleet]:
         opened = connect(
             endpoint, token=settings.token, tls=settings.tls, timeout_s=min(CONNECT_S, limit_s), client="cli"
         )
-    except Unavailable:
+    except Unavailable as error:
         if limit_s < CONNECT_S:
             raise _time_was_up(endpoint, limit_s) from None
+        if error.reason is Reason.UNREACHABLE:
+            raise _silent(endpoint) from None
         raise
     with opened as fleet:
         yield fleet
@@ -72,9 +80,13 @@ def probe(endpoint: str, limit_s: float) -> None:
         ) from None
 
 
+def _silent(endpoint: str) -> RlctlError:
+    return Reason.UNREACHABLE.error(f"a process listens at {endpoint} and does not answer", next_step=NO_ANSWER)
+
+
 def _time_was_up(endpoint: str, limit_s: float) -> RlctlError:
     return Reason.DEADLINE_EXCEEDED.error(
-        f"no coordinator answered at {endpoint} within {limit_s:g} s", next_step="Give a longer --timeout."
+        f"no coordinator answered at {endpoint} within {limit_s:g} s", next_step=f"Give a longer --timeout. {NO_ANSWER}"
     )
 
 

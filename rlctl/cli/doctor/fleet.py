@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rlctl.cli.app.connection import NO_ANSWER
 from rlctl.cli.doctor.findings import Finding, failure, ok, warning
 from rlctl.cli.render import stages as roster
 from rlctl.cli.render import values
-from rlctl.contract.errors import RlctlError
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime.addresses import is_loopback, split
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_FAILED,
     STAGE_STATE_JOINING,
     STAGE_STATE_UNREACHABLE,
+    STAGE_STATE_UPDATING,
     StageState,
 )
 from rlctl.v1.fleet_pb2 import Fleet, Stage
+from rlctl.v1.results_pb2 import StageResult
 from rlctl.v1.verbs_pb2 import GetServerInfoRequest, ServerInfo
 from rlctl.version import CONTRACT_VERSION, __version__
 
@@ -89,8 +92,7 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
     answers: dict[str, Answer] = {}
     if fleet.stages:
         sent_at = time.time()
-        operation = connection.call(GetServerInfoRequest(), timeout_s=ANSWER_S, check=False)
-        for result in operation.stage_results:
+        for result in _infos(connection):
             info = next((rank.server_info for rank in result.rank_results if rank.HasField("server_info")), None)
             if info is None:
                 answers[result.slot] = Answer(error=values.error(result.error) or "no answer")
@@ -109,6 +111,16 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
     return FleetReadings(endpoint, fleet, took_s, clock_s, answers, connection_errors, admitted, valid_s)
 
 
+def _infos(connection: Connection) -> Sequence[StageResult]:
+    """Return the answers of the stages. None, if the coordinator reaches no stage: the check of links reports it."""
+    try:
+        return connection.call(GetServerInfoRequest(), timeout_s=ANSWER_S, check=False).stage_results
+    except RlctlError as error:
+        if error.reason is not Reason.NO_TARGETS:
+            raise
+        return ()
+
+
 def ahead_s(observed: Timestamp, before: float, after: float) -> float:
     """Return the lead of an observation's clock over this host's clock, read as ``before`` and ``after``."""
     observed_s = observed.ToNanoseconds() / 1e9
@@ -119,7 +131,8 @@ def ahead_s(observed: Timestamp, before: float, after: float) -> float:
 
 def unreachable(endpoint: str, error: RlctlError) -> Finding:
     """Return the finding for a coordinator that does not answer, or refuses this caller."""
-    return failure("coordinator", endpoint, error.message, error.next_step or "See its log.")
+    mend = NO_ANSWER if error.reason is Reason.DEADLINE_EXCEEDED else error.next_step or "See its log."
+    return failure("coordinator", endpoint, error.message, mend)
 
 
 def check_coordinator(fleet: FleetReadings) -> Iterator[Finding]:
@@ -198,7 +211,7 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
     """Check that the coordinator reaches the stages and gets answers, and that the stages are registered."""
     sound_count = 0
     for stage in fleet.fleet.stages:
-        slot, registration = stage.registration.slot, stage.registration
+        slot = stage.registration.slot
         subject, why = f"stage {slot}", roster.why_not(stage)
         state = values.name_of(StageState.DESCRIPTOR, stage.state)
         answer = fleet.answers.get(slot, Answer())
@@ -206,17 +219,12 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
             mend = f"`rlctl describe stage {slot}` has the last lines of its log; then `rlctl restart {slot}`."
             yield failure("links", subject, f"{state}: {why}", mend)
         elif stage.state in (STAGE_STATE_UNREACHABLE, STAGE_STATE_JOINING):
-            mend = (
-                f"On its host, see that its process lives. On the coordinator's host, reach {registration.address} "
-                f"(firewall, --advertise). If it obeys another coordinator: `rlctl take-over {slot}`."
-            )
-            yield failure("links", subject, f"{state}: {why}" if why else state, mend)
+            yield failure("links", subject, f"{state}: {why}" if why else state, _mend_link(stage))
         elif answer.error:
             mend = f"`rlctl logs {slot}`; a rank that hangs ends with `rlctl restart {slot}`."
             yield failure("links", subject, f"{state}, and does not answer: {answer.error}", mend)
         elif not stage.routable:
-            mend = f"`rlctl describe stage {slot}` has the reason; `rlctl heal`, `enable` or `continue` ends it."
-            yield warning("links", subject, f"not routable: {state}{f', {why}' if why else ''}", mend)
+            yield warning("links", subject, f"not routable: {state}{f', {why}' if why else ''}", _mend(stage))
         else:
             sound_count += 1
     if sound_count:
@@ -231,6 +239,29 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
         )
     if not fleet.fleet.stages and not fleet.admitted:
         yield warning("links", "stages", "no stage is registered", "Start engines: `rlctl up`, or `rlctl stage`.")
+
+
+def _mend_link(stage: Stage) -> str:
+    slot, address = stage.registration.slot, stage.registration.address
+    if stage.HasField("engine_failure"):
+        return (
+            f"`rlctl logs {slot}` has the cause. A supervisor starts the engine again; `rlctl restart {slot}`: at once."
+        )
+    return (
+        f"On its host, see that its process lives and is not stopped; `rlctl restart {slot}` replaces it. On the "
+        f"coordinator's host, reach {address} (firewall, --advertise). If it obeys another coordinator: "
+        f"`rlctl take-over {slot}`."
+    )
+
+
+def _mend(stage: Stage) -> str:
+    """Return the next step for a linked stage that is not routable."""
+    slot = stage.registration.slot
+    if stage.state == STAGE_STATE_UPDATING:
+        return "An update or heal is under way: `rlctl operations`. `rlctl weights abort` ends an update."
+    if stage.unhealable:
+        return f"The trainer's next full update reaches it; or `rlctl heal {slot} --checkpoint DIR`."
+    return f"`rlctl describe stage {slot}` has the reason; `rlctl heal`, `enable` or `continue` ends it."
 
 
 def check_addresses(fleet: FleetReadings) -> Iterator[Finding]:

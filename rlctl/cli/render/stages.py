@@ -25,6 +25,7 @@ _STAGES_WIDE = (
     *("ENABLED", "INCARNATION", "ENGINE", "ADDRESS", "ROLLOUT ADDRESS", "DIGEST", "WHY NOT"),
 )
 _MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
+_UNHEALABLE = ", UNHEALABLE: "
 _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
 
 
@@ -101,14 +102,15 @@ def models_table(fleet: Fleet, wide: bool) -> Table:
 
 def why_not(stage: Stage) -> str:
     """Return the reason why a stage is not routable, beyond the state."""
-    if stage.routable or stage.not_routable == _state(stage) or stage.state == STAGE_STATE_DIRTY:
+    obstacle, unhealable, cause = stage.not_routable.partition(_UNHEALABLE)
+    why = obstacle.removeprefix(_state(stage)).removeprefix(": ")
+    if stage.routable or obstacle == _state(stage) or stage.state == STAGE_STATE_DIRTY:
         # The operator's marks are shown in every state: marks outlast the state.
         paused = f"paused {_pause(stage.pause)}" if stage.HasField("pause") else ""
         adapters = [f"adapter {pause.adapter} paused {_pause(pause)}" for pause in stage.adapter_pauses]
         marks = "; ".join(filter(None, [values.error(stage.quarantine), _disabled(stage), paused, *adapters]))
-        why = marks or stage.not_routable.removeprefix(_state(stage)).removeprefix(": ")
-        return "; ".join(filter(None, [why, _healed(stage)]))
-    return stage.not_routable.removeprefix(f"{_state(stage)}: ")
+        why = "; ".join(filter(None, [marks or why, _healed(stage)]))
+    return "; ".join(filter(None, [why, f"{unhealable}{cause}".removeprefix(", ")]))
 
 
 def _healed(stage: Stage) -> str:

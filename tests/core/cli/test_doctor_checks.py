@@ -18,8 +18,15 @@ from rlctl.cli.doctor.findings import Finding, Verdict, size
 from rlctl.cli.doctor.fleet import Answer, FleetReadings
 from rlctl.cli.doctor.host import Gpus, HostReadings, Plugin, Space
 from rlctl.contract.errors import Reason
-from rlctl.v1.common_pb2 import STAGE_STATE_FAILED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_UNREACHABLE
-from rlctl.v1.fleet_pb2 import Fleet, Stage, StageRegistration
+from rlctl.v1.common_pb2 import (
+    STAGE_STATE_DIRTY,
+    STAGE_STATE_FAILED,
+    STAGE_STATE_PAUSED,
+    STAGE_STATE_READY,
+    STAGE_STATE_UNREACHABLE,
+    STAGE_STATE_UPDATING,
+)
+from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, Stage, StageRegistration
 from rlctl.v1.verbs_pb2 import ServerInfo
 from rlctl.version import CONTRACT_VERSION, __version__
 
@@ -152,6 +159,11 @@ def test_a_sound_fleet_has_nothing_to_mend(check: Callable[[FleetReadings], Iter
 LOST = stage("a", STAGE_STATE_UNREACHABLE, not_routable="UNREACHABLE: the link is lost")
 CRASHED = stage("a", STAGE_STATE_FAILED, not_routable="FAILED: crash loop, 8 failures in a row: out of memory")
 PAUSED = stage("a", STAGE_STATE_PAUSED, not_routable="PAUSED")
+WRITTEN = stage("a", STAGE_STATE_UPDATING, not_routable="UPDATING")
+UNHEALABLE = stage("a", STAGE_STATE_DIRTY, not_routable="DIRTY: it broke, UNHEALABLE: no source", unhealable=True)
+ENDED = stage(
+    "a", STAGE_STATE_UNREACHABLE, not_routable="UNREACHABLE: killed", engine_failure=EngineFailure(reason="killed")
+)
 SILENT = {"a": Answer(error="TIMED_OUT")}
 
 
@@ -184,6 +196,10 @@ SILENT = {"a": Answer(error="TIMED_OUT")}
             "link is lost",
             "take-over",
         ),
+        (of_fleet.check_links, fleet_of(LOST), FAILURE, "link is lost", "not stopped; `rlctl restart a`"),
+        (of_fleet.check_links, fleet_of(ENDED), FAILURE, "UNREACHABLE: killed", "`rlctl logs a` has the cause"),
+        (of_fleet.check_links, fleet_of(WRITTEN), WARNING, "UPDATING", "rlctl operations"),
+        (of_fleet.check_links, fleet_of(UNHEALABLE), WARNING, "UNHEALABLE: no source", "heal a --checkpoint DIR"),
         (of_fleet.check_links, fleet_of(CRASHED), FAILURE, "crash loop", "restart a"),
         (
             of_fleet.check_links,
@@ -250,6 +266,28 @@ def test_the_time_of_a_look_is_no_difference_of_clocks() -> None:
 def test_a_coordinator_that_does_not_answer_is_a_failure_with_the_next_step_of_its_error() -> None:
     finding = of_fleet.unreachable("h:1", Reason.UNREACHABLE.error("no coordinator answers", next_step="Start it."))
     assert (finding.verdict, finding.seen, finding.mend) == (FAILURE, "no coordinator answers", "Start it.")
+    silent = of_fleet.unreachable("h:1", Reason.DEADLINE_EXCEEDED.error("longer than 5 s", next_step="Wait longer."))
+    assert "hangs or is stopped" in silent.mend
+
+
+def test_a_fleet_without_a_reachable_stage_is_checked_all_the_same() -> None:
+    """Every engine has crashed: the checks of the links are what is needed then."""
+
+    class NoTargets:
+        """A coordinator that reaches no stage."""
+
+        def status(self) -> Fleet:
+            return Fleet(stages=[CRASHED])
+
+        def call(self, *_: object, **__: object) -> None:
+            raise Reason.NO_TARGETS.error("no target is available")
+
+        def admit(self, *_: object, **__: object) -> None:
+            raise Reason.SCOPE_MISSING.error("not an operator")
+
+    readings = of_fleet.read_fleet(NoTargets(), "h:1")  # type: ignore[arg-type]
+    finding = worst(of_fleet.check_links(readings))
+    assert (finding.verdict, finding.subject) == (FAILURE, "stage a")
 
 
 def test_sizes_are_read_at_a_glance() -> None:
