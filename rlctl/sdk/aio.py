@@ -20,7 +20,7 @@ from rlctl.transport.auth import load_token
 from rlctl.transport.channel import Credentials
 from rlctl.transport.tls.credentials import Tls, load_tls
 from rlctl.v1.fleet_pb2 import Model, Stage
-from rlctl.v1.rollout_pb2 import GenerateResponse
+from rlctl.v1.rollout_pb2 import GenerateRequest, GenerateResponse
 
 if TYPE_CHECKING:
     from rlctl.trainer.publisher import AsyncPublisher
@@ -42,6 +42,9 @@ class Generating(Sampling, total=False):
     return_engine_meta: bool
     slot: str
     timeout_s: float
+
+
+_REQUEST_FIELDS = Generating.__annotations__.keys() - Sampling.__annotations__.keys()
 
 
 class Rollouts(TypedDict, total=False):
@@ -158,43 +161,16 @@ class AsyncFleet(AsyncAdmin):
         """
         return AsyncRollout(self._lines, model, **settings)
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str = "",
-        adapter: str = "",
-        rid: str = "",
-        return_logprob: bool = False,
-        logprob_start_len: int | None = None,
-        top_logprobs_num: int = 0,
-        min_version_seq: int = 0,
-        engine_fields: Mapping[str, Any] | None = None,
-        return_engine_meta: bool = False,
-        slot: str = "",
-        timeout_s: float = GENERATE_S,
-        **sampling: Unpack[Sampling],
-    ) -> GenerateResponse:
-        """Generate on a routable stage. ``sampling`` are the fields of SamplingParams: max_new_tokens, n, stop, ...
+    async def generate(self, prompt: str | Sequence[int], **settings: Unpack[Generating]) -> GenerateResponse:
+        """Generate on a routable stage.
 
-        ``prompt`` is text or token ids. ``adapter`` is a LoRA adapter of the model. ``engine_fields``: further fields
-        of the engine, in its names. ``return_engine_meta``: return the engine's own data about each sample. ``slot``:
-        at this stage only. Raises MODEL_NOT_FOUND, ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE if no stage accepts the
+        ``prompt`` is text or token ids. ``settings``: see :class:`Generating`, with the fields of SamplingParams:
+        max_new_tokens, n, stop, ... ``adapter`` is a LoRA adapter of the model. ``engine_fields``: further fields of
+        the engine, in its names. ``return_engine_meta``: return the engine's own data about each sample. ``slot``: at
+        this stage only. Raises MODEL_NOT_FOUND, ADAPTER_NOT_FOUND, and NO_ROUTABLE_STAGE if no stage accepts the
         request within ``timeout_s``.
         """
-        request = build_request(
-            prompt,
-            sampling,
-            model=model,
-            adapter=adapter,
-            rid=rid,
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            min_version_seq=min_version_seq,
-            engine_fields=engine_fields,
-            return_engine_meta=return_engine_meta,
-        )
+        request, timeout_s, slot = _request(prompt, settings)
         return await self._generator.generate(request, timeout_s, slot=slot)
 
     async def generate_batch(
@@ -219,35 +195,17 @@ class AsyncFleet(AsyncAdmin):
         return [task.result() for task in tasks]
 
     async def generate_stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str = "",
-        adapter: str = "",
-        rid: str = "",
-        return_logprob: bool = False,
-        logprob_start_len: int | None = None,
-        top_logprobs_num: int = 0,
-        min_version_seq: int = 0,
-        engine_fields: Mapping[str, Any] | None = None,
-        return_engine_meta: bool = False,
-        slot: str = "",
-        timeout_s: float = GENERATE_S,
-        **sampling: Unpack[Sampling],
+        self, prompt: str | Sequence[int], **settings: Unpack[Generating]
     ) -> AsyncGenerator[GenerateResponse, None]:
         """Generate as :meth:`generate`, and yield new output on arrival."""
-        request = build_request(
-            prompt,
-            sampling,
-            model=model,
-            adapter=adapter,
-            rid=rid,
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            min_version_seq=min_version_seq,
-            engine_fields=engine_fields,
-            return_engine_meta=return_engine_meta,
-        )
+        request, timeout_s, slot = _request(prompt, settings)
         async for response in self._generator.stream(request, timeout_s, slot=slot):
             yield response
+
+
+def _request(prompt: str | Sequence[int], settings: Generating) -> tuple[GenerateRequest, float, str]:
+    """Return (request, time limit, slot)."""
+    values: dict[str, Any] = {**settings}
+    timeout_s, slot = values.pop("timeout_s", GENERATE_S), values.pop("slot", "")
+    fields = {name: values.pop(name) for name in _REQUEST_FIELDS & values.keys()}
+    return build_request(prompt, values, **fields), timeout_s, slot
