@@ -66,7 +66,7 @@ def is_loopback(host: str) -> bool:
         pass
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: the text is no host name
         return False
     return bool(addresses) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in addresses)
 

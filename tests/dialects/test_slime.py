@@ -106,6 +106,9 @@ async def test_an_engine_of_somebody_elses_is_refused_with_what_to_do(
         ("/add_worker", {"json": {"url": 3}}, 400, "url"),
         ("/add_worker", {"params": {"url": "http://x/engines/nobody"}}, 404, "url"),
         ("/remove_worker", {"params": {"url": "http://127.0.0.1:1"}}, 404, "url"),
+        ("/remove_worker", {"params": {"url": "http://[x"}}, 404, "url"),
+        ("/add_worker", {"json": {"url": "http://[x"}}, 501, "url"),
+        ("/add_worker", {"json": {"url": "http://" + "x" * 64}}, 501, "url"),
         ("/retrieve_from_text", {"json": {"text": "1+2="}}, 501, ""),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -440,6 +441,30 @@ async def test_a_slow_tokenizer_delays_no_request_for_another_model(
         assert await waiting[1] == "directory"
         assert await known.of("actor") == "directory"
     assert len(read) == 2, "each is read once"
+
+
+async def test_a_missing_tokenizer_is_no_error_of_the_gateway_if_its_caller_has_disconnected(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def missing(path: str) -> None:
+        begun.set()
+        go_on.wait(20)
+        raise Reason.CHECKPOINT_NOT_FOUND.error(path)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", missing)
+    async with await aio.connect(fleet.server.address) as client:
+        known = tokenizers.Tokenizers(client)
+        waiting = asyncio.ensure_future(known.of("actor"))
+        await eventually(begun.is_set)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        go_on.set()
+        await eventually(lambda: not known._loading)
+        await asyncio.sleep(0)
+    gc.collect()  # asyncio reports errors that nobody has retrieved when their task is collected
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_tokenizer_that_cannot_be_read_from_the_start_ends_nothing(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.runtime.shielding import shielded
 from rlctl.sdk.aio import AsyncFleet
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class Tokenizers:
         if model not in self._loading:
             task = self._loading[model] = asyncio.create_task(self._load(model))
             task.add_done_callback(lambda _: self._loading.pop(model))
-        return await asyncio.shield(self._loading[model])  # other requests may wait for the same load
+        return await shielded(self._loading[model])  # other requests may wait for the same load
 
     async def _load(self, model: str) -> Tokenizer:
         path = await self.directory(model)

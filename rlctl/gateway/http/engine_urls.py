@@ -78,8 +78,8 @@ def slot_in(url: str) -> str:
 
 async def is_own(call: Call, url: str) -> bool:
     """Return whether a URL without a path is this gateway's: same TCP port, and an address of the caller's Host."""
-    parsed = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parsed = urlsplit(url if "://" in url else f"http://{url}")
         call_host, call_port = split(call.headers.get("Host", ""), "Host")
         port = parsed.port or 80
     except (RlctlError, ValueError):
@@ -95,7 +95,7 @@ async def is_own(call: Call, url: str) -> bool:
 async def _addresses(host: str) -> set[str]:
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: the text is no host name
         return set()
     return {str(address[0]) for *_, address in infos}
 

@@ -83,7 +83,7 @@ def address_of(node: str) -> str:
         return str(ipaddress.ip_address(node))
     try:
         return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise Reason.ENGINE_FAILED.error(f"host name {node!r} does not resolve: {error}") from error
 
 

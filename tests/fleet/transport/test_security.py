@@ -203,6 +203,7 @@ def test_addresses() -> None:
             split(bad)
     assert is_loopback("127.0.0.1")
     assert is_loopback("::1")
+    assert not is_loopback("x" * 64), "no host name: a part has 63 characters at most"
     assert is_loopback("localhost")
     assert not is_loopback("0.0.0.0")
     assert not is_loopback("no.such.host.invalid")
