@@ -10,7 +10,8 @@ targets; ``Planner._digest_key``: the key of keyed digests), then ``update.py`` 
 the commit), ``owner.py`` (``Owner``: lease and decision), ``transfer.py`` (joins, writes, further attempts),
 ``commit.py`` (``Commit.commit``; ``Commit._publish`` writes the version to the journal). ``verification_levels.py``
 decides without I/O (``levels``: the level that each target must prove; ``judge_digests``: whether the proof holds), and
-``verification.py`` commands the targets to digest. ``rolling.py`` goes batch by batch, ``adapters.py`` loads and
+``verification.py`` commands the targets to digest. ``request_targets.py`` matches writes to targets
+(``RequestTargets``), ``rolling.py`` goes batch by batch, ``adapters.py`` loads and
 unloads adapters, ``process_groups.py`` names the groups. ``timeline.py`` records the phases.
 
 A target that fails verification is quarantined in ``commit.py`` (``Commit._without``), and then receives AbortUpdate.

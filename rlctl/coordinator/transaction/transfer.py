@@ -75,7 +75,7 @@ class Transfer:
         plan = update.record.plan
         attempt = plan.attempt if attempt is None else attempt
         async with contextlib.AsyncExitStack() as writing:
-            for turn in update.turns_of(request):
+            for turn in update.requests.turns(request):
                 await writing.enter_async_context(turn)
             _refuse_decided(update)
             if plan.attempt != attempt or not set(run.operation.targets) <= set(names(update.targets)):
@@ -137,7 +137,7 @@ class Transfer:
         async with update.planning:
             if request.failed_attempt < plan.attempt:
                 return plan  # a repeat
-            async with update.taken_in():
+            async with update.requests.all_turns():
                 return await self._again(update, request)
 
     async def _again(self, update: Update, request: RetryWeightUpdateRequest) -> BeginWeightUpdateResponse:

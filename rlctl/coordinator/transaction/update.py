@@ -7,8 +7,7 @@ No stage serves the version before the publish. After the publish the update alw
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -23,7 +22,7 @@ from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.owner import Owner
 from rlctl.coordinator.transaction.planner import pause_mode
-from rlctl.coordinator.transaction.process_groups import ALONE, BACKENDS
+from rlctl.coordinator.transaction.request_targets import RequestTargets
 from rlctl.coordinator.transaction.timeline import UpdateTimeline
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
 from rlctl.coordinator.verbs.continue_when_resident import Waking
@@ -58,15 +57,10 @@ from rlctl.v1.verbs_pb2 import (
     CommitUpdateRequest,
     ContinueGenerationRequest,
     DestroyWeightsUpdateGroupRequest,
-    InitWeightsUpdateGroupRequest,
     PauseGenerationRequest,
     PrepareUpdateRequest,
     SealUpdateRequest,
-    UpdateWeightsFromDistributedRequest,
-    UpdateWeightsFromTensorRequest,
 )
-
-_FROM_MEMORY = (common_pb2.TRANSPORT_SHARED_MEMORY, common_pb2.TRANSPORT_CUDA_IPC)
 
 _GENERATING = (common_pb2.STAGE_STATE_PAUSED, common_pb2.STAGE_STATE_READY)
 
@@ -98,9 +92,7 @@ class Update:
         planning: lock for the planning of a further attempt or of the next batch.
         batch_done: set once the present batch is committed, or the update has ended.
         ended: the update is no longer open.
-        writing: locks by transport, or by stage for transports that feed each stage alone. A write takes its lock, so
-            that several sources write one after the other. No target has two transports, so different transports
-            never wait for each other.
+        requests: the targets of requests, and the turns of writes.
     """
 
     run: Run
@@ -146,9 +138,7 @@ class Update:
         self.unprepared: list[StageResult] = []
         self.missed: set[str] = set()
         self._digesting: set[str] = set()
-        self._alone = {target.slot for target in record.plan.targets if target.transport in ALONE}
-        turns = (*_FROM_MEMORY, *(transport for transport in BACKENDS if transport not in ALONE), *self._alone)
-        self.writing: dict[object, asyncio.Lock] = {turn: asyncio.Lock() for turn in turns}
+        self.requests = RequestTargets(record.plan)
         if self.rolls_in_place:
             self.waiting, self.targets = self.targets, []
             self.next_batch()
@@ -204,54 +194,13 @@ class Update:
         return self._preparing is not None
 
     def reached_by(self, request: Message) -> list[Slot]:
-        """Return the targets reached by the request's transport and groups."""
-        transports = self._transports_of(request)
-        planned, members = self.transports, self._members_of(request)
-        return [
-            slot
-            for slot in self.targets
-            if (not transports or planned[slot.name] in transports) and (not members or slot.name in members)
-        ]
-
-    def turns_of(self, request: Message) -> list[asyncio.Lock]:
-        """Return the locks to take before a write, in the same order for all requests."""
-        transports = self._transports_of(request)
-        alone = set() if ALONE.isdisjoint(transports) else self._alone & (self._members_of(request) or self._alone)
-        return [
-            self.writing[turn]
-            for turn in (*(transport for transport in transports if transport not in ALONE), *sorted(alone))
-        ]
-
-    def _members_of(self, request: Message) -> set[str]:
-        """Return the stages in the request's planned groups, or the readers of the request's segments.
-
-        Empty: the request names no stage.
-        """
-        if isinstance(request, UpdateWeightsFromTensorRequest):
-            return {segment.reader.slot for segment in request.segments} - {""}
-        names = _group_names(request)
-        return {m.slot for group in self.record.plan.groups if group.group_name in names for m in group.members}
-
-    def _transports_of(self, request: Message) -> Sequence[common_pb2.Transport.ValueType]:
-        """Return the transports of a request. Empty: the request depends on no transport.
-
-        A client may name a group that is not in the plan. Such a group reaches every target that is fed over groups.
-        """
-        match request:
-            case UpdateWeightsFromTensorRequest():
-                return _FROM_MEMORY
-            case InitWeightsUpdateGroupRequest() | UpdateWeightsFromDistributedRequest():
-                names = _group_names(request)
-            case _:
-                return ()
-        backends = {group.backend for group in self.record.plan.groups if group.group_name in names}
-        return [transport for transport, backend in BACKENDS.items() if backend in backends or not backends]
+        """Return the present targets reached by the request's transport and groups."""
+        return self.requests.reached(request, self.targets)
 
     @property
     def transports(self) -> dict[str, common_pb2.Transport.ValueType]:
-        """Return the transport of each target, by slot. A target of a heal counts as fed over a group."""
-        planned = {target.slot: target.transport for target in self.record.plan.targets}
-        return {slot.name: planned.get(slot.name, common_pb2.TRANSPORT_TORCH_GLOO) for slot in self.targets}
+        """Return the transport of each present target, by slot."""
+        return self.requests.transports(self.targets)
 
     @property
     def quorum(self) -> int:
@@ -259,14 +208,6 @@ class Update:
         return self.record.request.options.quorum or len(self.frozen)
 
     # Write.
-
-    @contextlib.asynccontextmanager
-    async def taken_in(self) -> AsyncIterator[None]:
-        """Wait for the end of all running writes. No write starts inside the context."""
-        async with contextlib.AsyncExitStack() as writing:
-            for lock in self.writing.values():
-                await writing.enter_async_context(lock)
-            yield
 
     async def leave_groups(self, names: Sequence[str]) -> None:
         """Let the targets leave groups. This ends waits inside the groups.
@@ -345,7 +286,7 @@ class Update:
         """Whether a write of an implicit update is running. Such a client cannot renew a lease: the write shows that
         the client is alive.
         """
-        return self.record.request.implicit and any(lock.locked() for lock in self.writing.values())
+        return self.record.request.implicit and self.requests.is_written_to
 
     def leave_out(self) -> None:
         """Drop the targets that did not receive all tensors. Raises QUORUM_NOT_MET."""
@@ -632,12 +573,3 @@ class Update:
 
 def _flat(steps: Sequence[Sequence[StageResult]]) -> list[StageResult]:
     return [result for results in steps for result in results]
-
-
-def _group_names(request: Message) -> set[str]:
-    match request:
-        case InitWeightsUpdateGroupRequest():
-            return {request.group_name}
-        case UpdateWeightsFromDistributedRequest():
-            return {bucket.group_name or request.group_name for bucket in request.buckets}
-    return set()

@@ -387,7 +387,7 @@ class Implicit:
         return bool(published) and published == self._roster.models[model].record.latest.sequence
 
     async def _end(self, update: Update, request: CommitWeightUpdateRequest) -> Run:
-        async with update.taken_in():  # running writes are part of the update
+        async with update.requests.all_turns():  # running writes are part of the update
             if request.version and not update.owner.decided.is_set():
                 update.record.plan.version.label = request.version
             if update.record.request.may_be_partial and not request.partial:

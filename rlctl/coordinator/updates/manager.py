@@ -513,7 +513,7 @@ class Updates:
         if content is not None and not update.owner.decided.is_set():
             await content(update)
         await self._decision(update)
-        async with update.taken_in():  # the result of the last write is recorded at its end
+        async with update.requests.all_turns():  # the result of the last write is recorded at its end
             update.leave_out()
 
     async def _decision(self, update: Update) -> None:
