@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, taken_back
 from rlctl.coordinator.fleet.roster import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
@@ -130,7 +130,12 @@ class Pausing:
         target. If every target refuses, no pause ends.
         """
         target, earlier = request.header.target, self._roster.pauses.besides((), "")
-        with self._in_hand(targets, ""), _undecided(targets, earlier), continuing(targets, ""):
+        with (
+            self._in_hand(targets, ""),
+            _undecided(targets, earlier),
+            continuing(targets, ""),
+            _reporting_kept(targets, "", run),
+        ):
             await self._waking.go_on(request, targets, run, deadline)
             continued = {r.slot for r in run.operation.stage_results if r.outcome in (OUTCOME_APPLIED, OUTCOME_SKIPPED)}
             refused = [slot.name for slot in targets if slot.name not in continued]
@@ -146,7 +151,12 @@ class Pausing:
         """
         adapter = request.adapter
         earlier = self._roster.pauses.besides((), adapter)
-        with self._in_hand(targets, adapter), _undecided(targets, earlier), continuing(targets, adapter):
+        with (
+            self._in_hand(targets, adapter),
+            _undecided(targets, earlier),
+            continuing(targets, adapter),
+            _reporting_kept(targets, adapter, run),
+        ):
             operation_id = run.operation.operation_id
             run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
             results = await self._fanout.run(
@@ -219,6 +229,19 @@ def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
 def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
     for stage in excluded:
         stage.reason = PAUSED_LATER
+
+
+@contextlib.contextmanager
+def _reporting_kept(slots: Sequence[Slot], adapter: str, run: Run) -> Iterator[None]:
+    """Take back the results of continued stages whose pause stays in force after a failure. They are paused again."""
+    try:
+        yield
+    except RlctlError as error:
+        kept = {slot.name for slot in slots if _is_kept(slot, adapter)}
+        for result in list(run.operation.stage_results):
+            if result.slot in kept and result.outcome == OUTCOME_APPLIED:
+                run.add(taken_back(result, f"continued, then paused again, because the pause did not end: {error}"))
+        raise
 
 
 @contextlib.contextmanager

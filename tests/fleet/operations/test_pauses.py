@@ -774,3 +774,34 @@ async def test_a_pause_that_was_taken_back_is_no_stages_success(
         assert (stale.outcome, stale.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
         assert "taken back, because b did not pause" in stale.error.message
         assert not fleet.server.coordinator.roster.slots["a"].pause
+
+
+@pytest.mark.parametrize("adapter", ["", "math"])
+async def test_a_continue_whose_pause_stays_on_record_is_no_stages_success(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, adapter: str
+) -> None:
+    await fleet.stub.LoadAdapter(v.LoadAdapterRequest(name="math", path=checkpoint("math"), version="1"))
+    paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest(adapter=adapter))
+    assert paused.state == OPERATION_STATE_OK, paused
+    journal = fleet.server.coordinator._journal
+    write = journal.write
+
+    async def fail(changes: list[Put | Delete]) -> None:
+        if any(change.kind == "pause" for change in changes):
+            raise Reason.JOURNAL_FAILED.error("full")
+        await write(changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write", fail)
+        continued = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(adapter=adapter))
+    assert (continued.state, continued.error.reason) == (OPERATION_STATE_FAILED, "JOURNAL_FAILED")
+    for result in continued.stage_results:
+        assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+        assert "continued, then paused again, because the pause did not end" in result.error.message
+    pauses = [stage.adapter_pauses if adapter else stage.pause for stage in map(fleet.stage, "ab")]
+    assert all(pauses)
+    if not adapter:
+        await paused_for_good(fleet, "a", "b")
+    assert (
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(adapter=adapter))
+    ).state == OPERATION_STATE_OK
