@@ -1,4 +1,4 @@
-"""Servers of a world that are no part of its fleet: data ports, a trainer's lead, and stages without a coordinator."""
+"""Servers of a world beside its fleet: data ports, a sidecar, a trainer's lead, and stages without a coordinator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from aiohttp import web
 from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.requests.requests import Requests
@@ -15,6 +16,7 @@ from rlctl_sglang.requests import passing as of_sglang
 from rlctl_sglang.requests.bodies import Limits as SglangLimits
 from rlctl_vllm.requests import passing as of_vllm
 from rlctl_vllm.requests.bodies import Limits as VllmLimits
+from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
 
 from rlctl.engine import EngineConfig, HttpExchange, HttpHead, HttpRequest, HttpRoute
 from rlctl.ports import SystemClock
@@ -24,6 +26,7 @@ from rlctl.stage.serving_state import Serving
 from rlctl.trainer.member_streams import Members
 from rlctl.v1.common_pb2 import STAGE_STATE_READY, WeightVersion
 from rlctl.worker.server import WorkerConfig, WorkerServer
+from tools.benchmark.sidecar.upstream import application
 
 T = TypeVar("T")
 
@@ -97,6 +100,31 @@ async def data_ports(token: str | None, access_file: str) -> AsyncIterator[list[
             health = [HttpRoute("GET", path) for path in ("/health", "/health_generate", "/ready")]
             ports.append((name, await port.start("127.0.0.1:0", routes), [*routes, *health]))
         yield ports
+
+
+async def _flushed(request: web.Request) -> web.Response:
+    return web.json_response({"success": True})
+
+
+@contextlib.asynccontextmanager
+async def sidecar() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield address and routes of a sidecar in front of a vLLM that answers at once."""
+    app = application()
+    app.router.add_post("/reset_prefix_cache", _flushed)
+    upstream = web.AppRunner(app, access_log=None)
+    await upstream.setup()
+    try:
+        await web.TCPSite(upstream, "127.0.0.1", 0).start()
+        server = SidecarServer(SidecarConfig(upstream=f"http://127.0.0.1:{upstream.addresses[0][1]}"))
+        try:
+            await server.start()
+            served: Any = server._runner
+            routes = [(route.method, route.resource.canonical) for route in served.app.router.routes()]
+            yield server.url.removeprefix("http://"), [route for route in routes if route[0] != "HEAD"]
+        finally:
+            await server.stop()
+    finally:
+        await upstream.cleanup()
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,10 @@ from tests.fuzz.http_client import Client
 from tests.fuzz.http_requests import Fields, Route
 
 CALL_S = 1.0
-"""Deadline of the callers."""
+"""Deadline of the callers of RPCs."""
+
+HTTP_S = 3.0
+"""Longest wait of the callers of HTTP."""
 
 MOST_ANSWERS = 8
 """Most messages that are read of a stream."""
@@ -214,7 +217,7 @@ class HttpTarget:
     async def send(self, given: Input) -> str:
         request: http_requests.Request = given.more
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(HTTP_S):
                 answer = await self._client.exchange(request)
         except TimeoutError:
             return "waits"  # the caller disconnects

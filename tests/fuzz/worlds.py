@@ -220,6 +220,11 @@ class OwnersWorld(World):
         address, token = await self._stack.enter_async_context(servers.lead(3))
         self._add(services["TrainerService"], address, token)
 
+    async def _add_pages(self) -> None:
+        await super()._add_pages()
+        address, routes = await self._stack.enter_async_context(servers.sidecar())
+        self._add_http("sidecar", address, routes)
+
     async def _start_lone(self) -> None:
         services = contract()
         await self._lone.start()

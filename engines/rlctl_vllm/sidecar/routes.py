@@ -59,7 +59,7 @@ class Sidecar:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[http_limits.answering])
+        app = web.Application(middlewares=[http_limits.answering, _unlisted])
         routes = {
             "/generate": ("POST", "PUT"),
             "/health": ("GET",),
@@ -249,6 +249,22 @@ def no_admin(verb: str) -> RlctlError:
         f"this vLLM has no admin calls, which {verb} needs",
         next_step="Start vLLM with VLLM_SERVER_DEV_MODE=1 where only rlctl reaches it: admin calls need no key.",
     )
+
+
+@web.middleware
+async def _unlisted(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer a request without a route with a reason."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status not in (404, 405):
+            raise
+        failure = Reason.VERB_UNKNOWN.error(f"there is no {request.method} {request.path} here")
+        failure.http_status = error.status
+        response = _json({"error": failure.described()}, error.status)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
 
 
 def _guarded(handler: _Handler) -> _Handler:

@@ -25,6 +25,9 @@ from rlctl_vllm.sidecar.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
+_of_aiohttp = logging.getLogger(f"{__name__}.aiohttp")
+_of_aiohttp.setLevel(logging.CRITICAL)  # logs only invalid HTTP of callers, each time with a traceback
+
 LAUNCHED: Mapping[str, str] = {"enable_sleep_mode": "true", "enforce_eager": "true", "gpu_memory_utilization": "0.9"}
 """Arguments of a launched vLLM by default; docs/sidecar.md gives the reasons."""
 
@@ -175,7 +178,9 @@ class SidecarServer:
     async def _listen(self, app: web.Application) -> None:
         config = self._config
         # A caller that disconnects ends its request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=_of_aiohttp, shutdown_timeout=SHUTDOWN_S
+        )
         await self._runner.setup()
         await http_limits.Site(self._runner, config.host, config.port).start()
         port = self._runner.addresses[0][1]

@@ -491,3 +491,22 @@ async def test_settings_that_contradict_each_other(config: SidecarConfig, reason
     with pytest.raises(RlctlError) as refused:
         SidecarServer(config)
     assert (refused.value.reason, refused.value.field) == (reason, field)
+
+
+async def test_invalid_http_and_unknown_paths_are_refused_without_a_traceback(
+    session: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url))
+        try:
+            for method, path, status in (("GET", "/nothing", 404), ("POST", "/model_info", 405)):
+                async with session.request(method, sidecar.url + path) as response:
+                    assert response.status == status
+                    assert (await response.json())["error"]["reason"] == "VERB_UNKNOWN"
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(sidecar.url.rpartition(":")[2]))
+            writer.write(b"no HTTP\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.close()
+        finally:
+            await sidecar.stop()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
