@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from rlctl.weights.tensor.finite import Held, local_values
 from rlctl.weights.tensor.source import WeightSource, as_source, atomic_lists, is_stable, spares_of
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl.weights.tensor.tied_names import Spare
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,7 +97,8 @@ def in_thread(
 ) -> tuple[asyncio.Future[T], asyncio.Future[None]]:
     """Run blocking work in a daemon thread: a hanging thread blocks neither the loop nor the interpreter's exit.
 
-    Returns futures of the result and of the thread's end. ``then`` runs in the thread before the end.
+    Returns futures of the result and of the thread's end. ``then`` runs in the thread before the end; its errors are
+    logged.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -110,7 +114,7 @@ def in_thread(
             future.set_result(result)  # type: ignore[arg-type]
 
     def tell(callback: Callable[..., None], *arguments: object) -> None:
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(callback, *arguments)
 
     def run() -> None:
@@ -125,8 +129,12 @@ def in_thread(
                 failure = Reason.SOURCE_FAILED.error(f"{type(error).__name__}: {error}")
                 failure.__cause__ = error
         tell(settle, result, failure)
-        then()
-        tell(ended.set_result, None)
+        try:
+            then()
+        except Exception:
+            log.exception("the end of %s", name)
+        finally:
+            tell(ended.set_result, None)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future, ended

@@ -175,3 +175,15 @@ async def test_a_group_that_broke_because_a_trainer_rank_is_gone_says_so(failed:
     assert isinstance(error, RlctlError)
     assert error.reason.name == ("TRAINER_RANK_LOST" if lost else failed)
     assert others.exception() is not None
+
+
+async def test_an_error_after_the_work_ends_the_thread_for_its_waiters(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise every later update is refused: the earlier pass seems to hang."""
+
+    def fails() -> None:
+        raise RuntimeError("the device is gone")
+
+    work, ended = in_thread(lambda: 7, fails, "a pass")
+    assert await asyncio.wait_for(work, 5) == 7
+    await asyncio.wait_for(ended, 5)
+    assert "the device is gone" in caplog.text
