@@ -6,7 +6,9 @@ no entries. The decode engine closes the connection when it has taken the entrie
 notices at once when the other side disconnects. The field names are SGLang's (bootstrap_host, bootstrap_port,
 bootstrap_room); the wire format is not.
 
-The number is 8 bytes. The answer is 8 bytes of length and a ``KvHandover``. Integers are little-endian.
+The number is 8 bytes. The answer is 8 bytes of length and a ``KvHandover``. Integers are little-endian. An answer takes
+any time to begin, since the prompt may wait, but must arrive soon after its first byte. TCP's keepalive ends the wait
+for a host that is gone.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ ARRIVAL_S = 10.0
 """Seconds that an engine waits for the other engine's half of the request. The caller sends both halves at once."""
 
 _LARGEST = 64 << 20
+"""Maximum bytes of an answer. It describes tensors, and holds none."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds and number of probes: the system reports a host that is gone after 25 s."""
+
 _WORD = 8
 
 
@@ -237,11 +244,14 @@ async def asking(host: str, port: int, number: int) -> AsyncIterator[KvHandover]
         raise failed(f"the prefill engine at {host}:{port} cannot be reached: {error}") from error
     try:
         try:
+            _notice_a_lost_host(writer.get_extra_info("socket"))
             writer.write(number.to_bytes(_WORD, "little"))
-            length = int.from_bytes(await reader.readexactly(_WORD), "little")
-            if length > _LARGEST:
-                raise failed(f"{host}:{port} is no prefill engine of this kind")
-            handover = KvHandover.FromString(await reader.readexactly(length))
+            first = await reader.readexactly(1)
+            async with asyncio.timeout(ARRIVAL_S):
+                length = int.from_bytes(first + await reader.readexactly(_WORD - 1), "little")
+                if length > _LARGEST:
+                    raise failed(f"{host}:{port} is no prefill engine of this kind")
+                handover = KvHandover.FromString(await reader.readexactly(length))
         except (OSError, asyncio.IncompleteReadError, DecodeError) as error:
             raise failed(f"the prefill engine at {host}:{port} is gone, or has no such request") from error
         if handover.HasField("error"):
@@ -254,7 +264,19 @@ async def asking(host: str, port: int, number: int) -> AsyncIterator[KvHandover]
 async def _send(writer: asyncio.StreamWriter, handover: KvHandover) -> None:
     body = handover.SerializeToString()
     writer.write(len(body).to_bytes(_WORD, "little") + body)
-    await writer.drain()
+    try:
+        async with asyncio.timeout(ARRIVAL_S):
+            await writer.drain()
+    except TimeoutError:
+        writer.transport.abort()  # a close would wait for the reader
+        raise
+
+
+def _notice_a_lost_host(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _fingerprint(tokens: Sequence[int]) -> bytes:

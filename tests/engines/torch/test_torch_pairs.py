@@ -214,6 +214,40 @@ async def test_what_never_comes_is_not_waited_for(pair: Pair, monkeypatch: pytes
     assert "cannot be reached" in error.message
 
 
+@pytest.mark.parametrize("begun", [b"\x10", (1 << 20).to_bytes(8, "little") + b"part"], ids=["length", "body"])
+async def test_an_answer_that_stops_in_the_middle_is_not_waited_for(
+    pair: Pair, begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rlctl_torch.disaggregation.bootstrap, "ARRIVAL_S", 0.5)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)
+        writer.write(begun)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        request = pair.request(prompt_of(9), bootstrap_host="127.0.0.1", bootstrap_port=port)
+        error = await refused(asyncio.wait_for(whole(pair.decode, request), 10))
+    assert error.reason is Reason.HANDOVER_FAILED
+    await pair.idle()
+
+
+async def test_a_decode_engine_that_reads_no_answer_frees_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is larger than the buffers of the connection."""
+    monkeypatch.setattr(rlctl_torch.disaggregation.bootstrap, "ARRIVAL_S", 0.5)
+    rooms = rlctl_torch.disaggregation.bootstrap.Rooms("127.0.0.1")
+    async with rooms.open(7, "m", "") as room:
+        _, writer = await asyncio.open_connection(*rooms.address, limit=1)
+        writer.write((7).to_bytes(8, "little"))
+        await asyncio.wait_for(room.asked.wait(), 5)
+        room.close(Reason.HANDOVER_FAILED.error("x", metadata={"large": "x" * (48 << 20)}))
+        await asyncio.wait_for(room.left.wait(), 10)
+        writer.transport.abort()
+    rooms.close()
+
+
 async def test_whoever_leaves_ends_the_other_half(pair: Pair) -> None:
     """At every moment: before the prompt is computed, while its entries wait, after they were taken."""
     await pair.prefill(verbs_pb2.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_IN_PLACE))
