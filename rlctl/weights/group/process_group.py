@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -168,10 +169,14 @@ class WeightGroup:
             try:
                 self._work = self._member.process_group.broadcast([data], options)
             except RuntimeError as error:
-                raise self._failure(self._spend(f"a broadcast did not start: {cause_of(error)}")) from error
-            self._data = data
-            self._begun += 1
-            self._idle.clear()
+                failure = error
+            else:
+                self._data = data
+                self._begun += 1
+                self._idle.clear()
+                return
+        # Without the lock, which the end of a group may need.
+        raise self._failure(self._spend(f"a broadcast did not start: {cause_of(failure)}")) from failure
 
     def _await(self) -> None:
         """Wait for the end of the broadcast, in slices, so that an interruption is noticed."""
@@ -220,12 +225,17 @@ class WeightGroup:
         """Make the group unusable and break the current broadcast; return the first cause. Takes no lock."""
         self._spent = self._spent or cause
         self.store = None
-        member = self._member
-        if member is not None and self.backend == "nccl":
-            # In a thread: an abort blocks until the communicators have ended.
-            threading.Thread(target=member.process_group.abort, name=f"abort-{self.name}", daemon=True).start()
+        if self._member is not None:
+            self._abort(self._member)
         tcp_connections.cut(self._connections)
         return self._spent
+
+    def _abort(self, member: Member) -> None:
+        """End NCCL's communicators, in a thread: this blocks until the communicators have ended."""
+        if self.backend == "nccl":
+            thread = threading.Thread(target=member.process_group.abort, name=f"abort-{self.name}", daemon=True)
+            with suppress(RuntimeError):  # near the end of the process some Pythons (3.12) start no thread
+                thread.start()
 
     @property
     def _severed(self) -> bool:

@@ -59,9 +59,12 @@ class GroupStore:
             raise Reason.GROUP_FAILED.error(f"no store can listen on {bind_host}: {error}") from error
         self.port: int = listener.getsockname()[1]
         self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
-        self._store: TCPStore | None = TCPStore(
-            self._host, self.port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        try:
+            self._store: TCPStore | None = TCPStore(
+                self._host, self.port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        except RuntimeError as error:  # for example without a free file descriptor
+            raise Reason.GROUP_FAILED.error(f"no store can listen on {bind_host}: {cause_of(error)}") from error
 
     @property
     def local_address(self) -> tuple[str, int]:

@@ -77,8 +77,7 @@ class VLLMGroup(WeightGroup):
                 options = dist.BroadcastOptions()
                 options.timeout = datetime.timedelta(seconds=PAY_S)
                 work = member.process_group.broadcast([zeros], options)
-        if self.backend == "nccl":
-            member.process_group.abort()
+        self._abort(member)
         tcp_connections.cut(self._connections)
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,41 @@ def both(store: GroupStore) -> Iterator[tuple[VLLMGroup, WeightGroup]]:
         source, rank = VLLMGroup(member, "cpu"), joining.result(TIMEOUT_S)
     yield source, rank
     rank.close()
+
+
+def test_a_broadcast_that_does_not_start_near_the_end_of_the_process_ends(
+    both: tuple[VLLMGroup, WeightGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some Pythons start no thread by then, so the source itself pays; it must not wait for itself."""
+    source, _ = both
+    source.announce([3])
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    failing = threading.Thread(target=lambda: errors.append(failure(source)), daemon=True)
+    errors: list[RlctlError] = []
+    member = source._member
+    assert member is not None
+    group, member.process_group = member.process_group, SimpleNamespace(broadcast=fail)
+    start = failing.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: start() if self is failing else refuse())
+    failing.start()
+    failing.join(10)
+    monkeypatch.undo()
+    member.process_group = group
+    assert not failing.is_alive(), "it waits for itself"
+    assert errors[0].reason is Reason.GROUP_FAILED
+    assert "the device is gone" in errors[0].message
+
+
+def failure(source: VLLMGroup) -> RlctlError:
+    with pytest.raises(RlctlError) as caught:
+        source.broadcast(torch.zeros(3, dtype=torch.uint8))
+    return caught.value
 
 
 def test_a_source_that_gives_up_pays_what_it_has_announced(both: tuple[VLLMGroup, WeightGroup]) -> None:
