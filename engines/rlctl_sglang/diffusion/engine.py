@@ -66,6 +66,9 @@ _ROUTES: Mapping[str, Sequence[str]] = {
     "ReleaseMemory": ("/release_memory_occupation", "/resume_memory_occupation"),
     "ResumeMemory": ("/resume_memory_occupation",),
 }
+_NEEDED = ("/server_info", "/models", "/stats", _CHECKSUM, _CHECKER)
+"""Routes without which a server cannot be attached to."""
+
 _WHY = {
     "UpdateWeightsFromTensor": "it takes tensors as pickles only, which nobody could check",
     "LoadAdapter": "its adapters are merged into the weights, which nothing could then be compared with",
@@ -166,12 +169,13 @@ class DiffusionEngine(Engine):
         """Attach, and compare the modules with the files. Raises UNREACHABLE, UNSUPPORTED, CHECKPOINT_MISMATCH."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_S)
-        info = await self._control.ask("/server_info", call=call)
+        routes = set((await self._control.ask("/openapi.json", call=call)).get("paths", ()))
+        info = await self._control.ask("/server_info", call=call) if "/server_info" in routes else {}
+        version = f"{PRODUCT} {info.get('version', '')}".strip()
+        self._refuse_release(version, routes)
         self._told = {**info, **await self._control.ask("/models", call=call)}
         self._told |= await self._control.ask("/model_info", call=call)
-        self._refuse_kind(await self._stats(call))
-        routes = set((await self._control.ask("/openapi.json", call=call)).get("paths", ()))
-        version = f"{PRODUCT} {info.get('version', '')}".strip()
+        self._refuse_kind(await self._stats(call), version)
         self._unsupported = {name: f"{PRODUCT} has no such thing" for name in VERBS if name not in set(self.verbs())}
         self._unsupported |= {name: reason for name, reason in _WHY.items() if name in self._unsupported}
         self._unsupported |= without_code(version, _ROUTES, routes)
@@ -205,14 +209,25 @@ class DiffusionEngine(Engine):
             self._failure = error
             self._on_failure(error)
 
-    def _refuse_kind(self, stats: Mapping[str, Any]) -> None:
-        """Raise for a different checkpoint, several GPUs, a role, or a pipeline that splits requests."""
+    def _refuse_release(self, version: str, routes: Collection[str]) -> None:
+        """Raise UNSUPPORTED for a release without the routes of an attach. ``version``: product and version."""
+        for cause in without_code(version, {"attach": _NEEDED}, routes).values():
+            raise Reason.UNSUPPORTED.error(cause, field="options.url", next_step=f"Attach to {PRODUCT} 0.5.23.")
+
+    def _refuse_kind(self, stats: Mapping[str, Any], version: str) -> None:
+        """Raise for a different checkpoint, several GPUs, a role, or a pipeline that splits requests.
+
+        ``version``: product and version.
+        """
         loaded = str(self._told.get("model_path", ""))
         if os.path.realpath(loaded) != os.path.realpath(self._config.model_path):
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"the server was started with {loaded}, not {self._config.model_path}", field="model_path"
             )
         role = stats.get("role")
+        for fact, value in (("num_gpus at /models", self._told.get("num_gpus")), ("disagg.role at /stats", role)):
+            if value is None:
+                raise Reason.UNSUPPORTED.error(f"{version} does not report {fact}", field="options.url")
         if self._told.get("num_gpus") != 1 or role != "monolithic":
             raise Reason.UNSUPPORTED.error(
                 f"the server at {self._server.http.url} has {self._told.get('num_gpus')} GPUs and role {role}: the "

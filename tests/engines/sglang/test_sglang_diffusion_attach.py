@@ -64,6 +64,7 @@ class Fake:
         skips: modules that a load leaves as they are, with success.
         adds: modules that a load writes though it was not told to.
         refuses: what it answers a load with, and the modules that it has written by then.
+        lacks: routes that its release does not have.
         gone: what its front says instead of what its scheduler would, with success.
         loading: until when it does not answer a load that it has carried out; ``loaded``: it has.
         calls: paths that it was posted to.
@@ -83,6 +84,7 @@ class Fake:
         self.wakes = True
         self.ill = ""
         self.gone = ""
+        self.lacks: set[str] = set()
         self.loading: asyncio.Event | None = None
         self.loaded = asyncio.Event()
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -101,15 +103,21 @@ class Fake:
         async def get(request: web.Request) -> web.Response:
             if request.path == "/health" and self.ill:
                 return web.json_response({"status": "unhealthy", "error": self.ill}, status=503)
+            if request.path in self.lacks:
+                return web.json_response({"detail": "Not Found"}, status=404)
             if request.path == "/openapi.json":
-                return web.json_response({"paths": {route: {} for route in posts}})
+                routes = {*posts, *answers, "/stats"} - self.lacks
+                return web.json_response({"paths": {route: {} for route in routes}})
             if request.path == "/stats":
                 await self.busy.wait()
-                return web.json_response({"disagg": {"error": self.gone} if self.gone else {"role": self.role}})
+                role = {"role": self.role} if self.role else {}
+                return web.json_response({"disagg": {"error": self.gone} if self.gone else role})
             return web.json_response(answers[request.path]())
 
         async def post(request: web.Request) -> web.Response:
             body = await request.json()
+            if request.path in self.lacks:
+                return web.json_response({"detail": "Not Found"}, status=404)
             self.calls.append((request.path, body))
             answer = posts[request.path](body)
             if self.loading is not None and request.path == "/update_weights_from_disk":
@@ -462,3 +470,25 @@ async def test_a_front_without_its_server_is_not_taken_for_one(attached: Attache
     error = await asyncio.wait_for(attached.failed.get(), 30)
     assert (error.reason, attached.fake.ill in error.message) == (Reason.ENGINE_FAILED, True)
     assert (await attached.refused(v.CheckWeightsRequest())).reason is Reason.ENGINE_FAILED
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["/server_info", "/models", "/stats", "/get_weights_checksum", "/update_weights_from_tensor_checker"],
+)
+async def test_an_unknown_release_is_refused_by_name(attached: Attached, route: str) -> None:
+    attached.fake.lacks = {route}
+    with pytest.raises(RlctlError) as refused:
+        await attached.start()
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert refused.value.field == "options.url"
+    name = "SGLang-Diffusion" if route == "/server_info" else "SGLang-Diffusion 0.5.23"
+    assert refused.value.message == f"{name} has no {route}"
+
+
+async def test_a_release_that_reports_no_role_is_refused_by_name(attached: Attached) -> None:
+    attached.fake.role = ""
+    with pytest.raises(RlctlError) as refused:
+        await attached.start()
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert refused.value.message == "SGLang-Diffusion 0.5.23 does not report disagg.role at /stats"
