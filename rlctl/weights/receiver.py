@@ -129,8 +129,8 @@ class Receiver:
         Raises before the first byte: ILLEGAL_STATE (no update was begun), OPERATION_CONFLICT (a receive is running),
         FIELD_INVALID (a gap or repeat in the sequence, an unknown name, a shape or dtype unfit for the shard map),
         GROUP_FAILED with outcome REJECTED (interrupted, or the group is spent). Afterwards: GROUP_FAILED, DIRTY; the
-        tensors of an incomplete bucket are not ``written``. At any time: MEMORY_FULL, DIRTY past the first tensor; the
-        other members of the group then still wait for this rank.
+        tensors of an incomplete bucket are not ``written``. At any time: MEMORY_FULL, DIRTY from the first written
+        tensor on. After the first byte any error spends the groups, so that no member waits for this rank.
         """
         with self._claim(groups=[group for group, _ in stream]):
             self._check(stream)
@@ -145,10 +145,12 @@ class Receiver:
                 try:
                     with _enough_memory():
                         self._take_bucket(group, bucket, stats)
-                except RlctlError as error:
+                except BaseException as error:
                     # An interrupted broadcast may still write into the buffer: the buffer goes with the group.
                     self._buffer = None
-                    if stats.tensors:
+                    for member in self._groups:
+                        member.interrupt("a rank gave up")  # the other members would wait for this rank
+                    if stats.tensors and isinstance(error, RlctlError):
                         error.outcome = common_pb2.OUTCOME_DIRTY
                     raise
                 self._next[group.name] = bucket.sequence + 1
@@ -190,10 +192,11 @@ class Receiver:
                     job.result()
                 self._synchronise()
                 proceed()
-            except RlctlError as error:
+            except BaseException as error:
                 # Wait also for enqueued copies: the memory is released afterwards.
                 self._synchronise()
-                error.outcome = common_pb2.OUTCOME_DIRTY
+                if isinstance(error, RlctlError):
+                    error.outcome = common_pb2.OUTCOME_DIRTY
                 raise
             self.wrote(names)
         nbytes = sum(tensor.nbytes for _, tensor in tensors)
@@ -356,8 +359,8 @@ class Receiver:
                 self._receive(group, as_bytes(target), stats)
             finally:
                 self._late = group if group.under_way else self._late
-            self._digest([(meta.name, target)], stats)
             stats.tensors += 1
+            self._digest([(meta.name, target)], stats)
             return
         self._buffer = room_for(meta.nbytes, self._buffer, device)
         data = self._buffer[: meta.nbytes]
@@ -398,9 +401,9 @@ class Receiver:
         self._digest(tensors, stats)
         started = time.perf_counter()
         for name, tensor in tensors:
+            stats.tensors += 1  # a failed placement may have written a part
             self._shards.place(name, tensor)
         stats.load_s += time.perf_counter() - started
-        stats.tensors += len(tensors)
 
 
 @contextmanager

@@ -541,3 +541,61 @@ def test_a_gpu_is_told_to_copy_by_one_thread(
 
     receiver.copy("memory", list(full.items()), proceed, threads=4)
     assert (len(set(asked)) > 1) == several
+
+
+@pytest.mark.parametrize("large_bytes", [1, 1 << 20], ids=["in place", "packed"])
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("no room"), ValueError("defect")], ids=["memory", "defect"])
+def test_a_rank_that_fails_after_the_first_byte_keeps_no_member_waiting(
+    form: Form, large_bytes: int, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have changed, also if the rank fails in the digest of the first tensor."""
+    full = {f"t{index}": torch.full((40,), float(index)) for index in range(4)}
+    buckets = plan(metas_of(full), bucket_bytes=1, large_bytes=large_bytes)
+    sender, group = form(2, broadcast_timeout_s=60.0)
+    receiver = Receiver(tp_map_of(full))
+    receiver.begin("u", digest=True)
+
+    def fails(*_: object, **__: object) -> None:
+        raise failure
+
+    if large_bytes == 1:
+        monkeypatch.setattr("rlctl.weights.receiver.tensor_digests", fails)
+    else:
+        placed = receiver._shards.place
+        monkeypatch.setattr(receiver._shards, "place", lambda name, t: fails() if name == "t1" else placed(name, t))
+
+    def send_all() -> None:
+        with pytest.raises(RlctlError) as caught:
+            send(as_source(full.items()), buckets, sender)
+        assert caught.value.reason is Reason.GROUP_FAILED
+
+    sending = Background(send_all)
+    with pytest.raises((RlctlError, ValueError)) as caught:
+        receiver.receive(over(group, buckets))
+    sending.result(10)
+    assert not group.stands
+    if isinstance(failure, torch.OutOfMemoryError):
+        assert isinstance(caught.value, RlctlError)
+        assert (caught.value.reason, caught.value.outcome) == (Reason.MEMORY_FULL, common_pb2.OUTCOME_DIRTY)
+
+
+def test_a_tensor_of_a_bucket_that_was_placed_leaves_the_weights_dirty(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {f"t{index}": torch.full((40,), float(index)) for index in range(2)}
+    (bucket,) = plan(metas_of(full), bucket_bytes=1 << 20, large_bytes=1 << 20)
+    sender, group = form(2)
+    receiver = begun(tp_map_of(full))
+    placed = receiver._shards.place
+
+    def place(name: str, tensor: torch.Tensor) -> None:
+        if name == "t1":
+            raise torch.OutOfMemoryError("no room")
+        placed(name, tensor)
+
+    monkeypatch.setattr(receiver._shards, "place", place)
+    sending = Background(lambda: send(as_source(full.items()), [bucket], sender))
+    with pytest.raises(RlctlError) as caught:
+        receiver.receive(over(group, [bucket]))
+    sending.result(10)
+    assert (caught.value.reason, caught.value.outcome) == (Reason.MEMORY_FULL, common_pb2.OUTCOME_DIRTY)
