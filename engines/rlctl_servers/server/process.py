@@ -161,7 +161,8 @@ class ServerProcess(abc.ABC):
         for raw in popen.stdout:
             line = self.redacted(raw.decode(errors="replace").rstrip())
             self._tail.append(line)
-            print(f"{name}: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or no reader: the server's pipe is still read
+                print(f"{name}: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
         popen.wait()
         popen.stdout.close()
         self._unwatch()
@@ -188,10 +189,13 @@ class ServerProcess(abc.ABC):
         except ProcessLookupError:
             return
 
-    def _wait(self, timeout_s: float) -> bool:
-        assert self._reader is not None
-        self._reader.join(timeout_s)
-        return not self._reader.is_alive()
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for the end of the server."""
+        if self._reader is not None:
+            self._reader.join(timeout_s)
+        elif self._popen is not None:  # the launch failed after the server's own start
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(timeout_s)
 
 
 def cores_of(ranks: int) -> str:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import pytest
+from rlctl_servers.server import process as process_module
+from rlctl_servers.server.http import Http
+from rlctl_servers.server.process import ServerProcess
 
 STAGE = """
 import asyncio, sys
@@ -49,3 +56,76 @@ def test_every_process_of_the_server_ends_with_the_stage_server() -> None:
         assert server in everything
         assert len(everything) >= 4, "server, worker, what keeps its pipe, and the watcher"
         assert psutil.wait_procs(everything, timeout=30)[1] == []
+
+
+class Sleeping(ServerProcess):
+    """A server that is never ready."""
+
+    def command(self) -> list[str]:
+        return ["-c", "import time; time.sleep(600)"]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    async def ready(self) -> bool:
+        return False
+
+
+async def test_a_launch_that_fails_half_way_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no process left for the watcher."""
+    process = Sleeping(Http("Test", "http://127.0.0.1:1"), sys.executable, 600)
+    launched: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if launched:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        launched.append(subprocess.Popen(*arguments, **options))
+        return launched[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+        with pytest.raises(BlockingIOError):
+            await process.start(lambda _: None)
+        await process.stop()
+    assert launched[0].wait(10) is not None
+
+
+TALKING = """
+import pathlib, sys, time
+for _ in range(4000):
+    print("x" * 99)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+LOGGING = """
+import asyncio, pathlib, sys
+from rlctl_servers.server.http import Http
+from rlctl_servers.server.process import ServerProcess
+
+class Talking(ServerProcess):
+    def command(self):
+        return ["-c", sys.argv[1], sys.argv[2]]
+
+    def environment(self):
+        return {}
+
+    async def ready(self):
+        return pathlib.Path(sys.argv[2]).exists()
+
+async def main():
+    process = Talking(Http("Test", "http://127.0.0.1:1"), sys.executable, 20)
+    await process.start(print)
+    await process.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_a_log_on_a_full_disk_does_not_stop_the_server(tmp_path: Path) -> None:
+    """The server would wait for the reader of its output."""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3] / "engines")}
+    command = [sys.executable, "-c", LOGGING, TALKING, str(tmp_path / "ready")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, env=environment, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "ready").exists()
