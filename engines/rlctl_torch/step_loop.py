@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.rollout_pb2 import KvHandover
 from rlctl.v1.verbs_pb2 import TensorSegment
@@ -197,7 +197,7 @@ class StepLoop:
             else:
                 command.settle(answer)
         except RlctlError as error:
-            command.settle(None, error)
+            command.settle(None, without_frames(error))  # the frames refer to tensors, and to the error itself
         except Broken as broken:
             command.settle(None, unknown(broken.error))
             raise

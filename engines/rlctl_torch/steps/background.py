@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from google.protobuf.message import Message
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason, RlctlError, without_frames
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.weights.tensor.work import Stop
 from rlctl_torch.steps.collectives import Broken
@@ -81,7 +81,8 @@ class Beside:
                 failure = Reason.ENGINE_FAILED.error(f"{type(error).__name__}: {error}", outcome=OUTCOME_UNKNOWN)
             finally:
                 ended.set()
-            settle(answer, failure)
+            # The frames refer to a shadow copy, and to the error itself.
+            settle(answer, None if failure is None else without_frames(failure))
 
         self._put(work)
 
