@@ -41,7 +41,13 @@ REMEMBERED = 4096
 """Number of ended commands whose results are kept for repeats."""
 
 REMEMBERED_BYTES = 64 << 10
-"""Most bytes of a recorded result, except for mutating commands. A list of a model's tensors has megabytes."""
+"""Bytes above which a result counts as large. A list of a model's tensors has megabytes."""
+
+LARGE_BYTES = 16 << 20
+"""Most bytes of recorded large results, except for mutating commands and the latest result.
+
+The ranks of a stage would not run a repeat together: some record their smaller results longer than others.
+"""
 
 MOST_BYTES = 63 << 20
 """Most bytes of a result that is sent. A larger result would break the stream (transport/channel.py) with all commands
@@ -116,6 +122,8 @@ class Executor:
         self._commanded = commanded
         self._clock = clock
         self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._large: OrderedDict[str, int] = OrderedDict()
+        """Bytes of the recorded large results of reading commands, by command id."""
 
     async def execute(
         self,
@@ -252,9 +260,16 @@ class Executor:
             result = self._commanded.refuse(_too_large(len(body), OUTCOME_UNKNOWN if mutates else OUTCOME_REJECTED))
             body = result.SerializeToString()
         if len(body) > REMEMBERED_BYTES and not mutates:
-            self._records.pop(call.command_id, None)  # a repeat runs the command again
+            self._keep_large(call.command_id, len(body))
         record.end(result, body)
         return result
+
+    def _keep_large(self, command_id: str, size: int) -> None:
+        """Forget older large results. A repeat of their commands runs again."""
+        self._large[command_id] = size
+        while sum(self._large.values()) > LARGE_BYTES and len(self._large) > 1:
+            oldest, _ = self._large.popitem(last=False)
+            self._records.pop(oldest, None)
 
     def _forget(self) -> None:
         while len(self._records) > REMEMBERED:
@@ -263,6 +278,7 @@ class Executor:
             if oldest is None:
                 return
             del self._records[oldest]
+            self._large.pop(oldest, None)
 
 
 def unpack(packed: Any) -> Message:

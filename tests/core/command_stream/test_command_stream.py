@@ -317,17 +317,25 @@ async def test_commands_grants_and_cancellations_of_a_stranger_are_refused(wire:
     assert (await answer(wire.connect().issue("c", "o", packed(), soon()))).rank.outcome == OUTCOME_APPLIED
 
 
-async def test_what_a_read_has_found_is_not_kept_when_it_is_long(wire: Wire) -> None:
+async def test_long_results_of_reads_are_kept_up_to_a_limit(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeat after a broken link must not run at some ranks of a stage only."""
+    monkeypatch.setattr(executing, "LARGE_BYTES", 250_000)
     wire.rank.says = "x" * 100_000
     commander = wire.connect()
     requests = {"read": v.GetModelInfoRequest(), "check": v.CheckWeightsRequest(), "write": v.PauseGenerationRequest()}
-    for name, request in requests.items():
-        result = await answer(commander.issue(name, "o", packed(request), soon()))
-        assert len(result.rank.model_info.model_path) == 100_000
-    assert list(wire.executor._records) == ["write"]
-    for name, request in requests.items():
-        await answer(commander.issue(name, "o", packed(request), soon()))
-    assert wire.rank.carried_out == ["read", "check", "write", "read", "check"]
+    for _ in range(2):
+        for name, request in requests.items():
+            result = await answer(commander.issue(name, "o", packed(request), soon()))
+            assert len(result.rank.model_info.model_path) == 100_000
+    assert wire.rank.carried_out == ["read", "check", "write"]
+    await answer(commander.issue("another", "o", packed(v.CheckWeightsRequest()), soon()))
+    assert list(wire.executor._records) == ["check", "write", "another"]
+    monkeypatch.setattr(executing, "LARGE_BYTES", 1)
+    await answer(commander.issue("last", "o", packed(v.CheckWeightsRequest()), soon()))
+    assert list(wire.executor._records) == ["write", "last"], "the latest result is kept at any length"
+    await answer(commander.issue("read", "o", packed(requests["read"]), soon()))
+    assert wire.rank.carried_out == ["read", "check", "write", "another", "last", "read"]
+    assert list(wire.executor._large) == ["read"]
 
 
 @pytest.mark.parametrize(
