@@ -196,16 +196,17 @@ def identity(name: str) -> tuple[int, int] | None:
 
 
 def abandoned(name: str) -> bool:
-    """Return whether a segment's owner is gone. In this case the file is removed."""
+    """Return whether a segment's owner is gone. In this case the file is removed, unless it belongs to another user."""
     try:
         with _opened(name, "") as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # the owner has the lock, or the system has no lock to give
+                return False
+            with contextlib.suppress(OSError):
                 os.unlink(SHARED_MEMORY / name)
     except RlctlError:
         return not (SHARED_MEMORY / name).exists()
-    except BlockingIOError:
-        return False
     return True
 
 

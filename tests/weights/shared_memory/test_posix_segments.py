@@ -222,3 +222,22 @@ def test_identities() -> None:
     assert len(boot_id) == 36
     assert place == f"{SHARED_MEMORY.stat().st_dev:x}.{SHARED_MEMORY.stat().st_ino:x}"
     assert device_id(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.parametrize(("number", "gone"), [(errno.ENOLCK, False), (errno.EWOULDBLOCK, False), (0, True)])
+def test_a_check_of_an_owner_raises_nothing(number: int, gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a reader's thread ends, and the memory of dead owners stays mapped."""
+    memory = OwnedMemory(HEADER_BYTES)
+
+    def lock(*_: object) -> None:
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    def unlink(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not the owner")
+
+    monkeypatch.setattr(posix.fcntl, "flock", lock)
+    monkeypatch.setattr(posix.os, "unlink", unlink)
+    assert abandoned(memory.name) is gone
+    monkeypatch.undo()
+    memory.close()
