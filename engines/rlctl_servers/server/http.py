@@ -182,15 +182,16 @@ class Http:
             return await self._session().post(self.url + path, data=data, **options)
 
     async def close(self) -> None:
-        """Close the connections of all loops."""
+        """Close the connections of all loops, within CONNECT_S for all other loops together."""
         current_loop = asyncio.get_running_loop()
+        closing: list[asyncio.Future[None]] = []
         for (loop, *_), session in self._sessions.items():
             if loop is current_loop:
                 await session.close()
             elif loop.is_running():
-                with suppress(TimeoutError):
-                    future = asyncio.run_coroutine_threadsafe(session.close(), loop)
-                    await asyncio.wait_for(asyncio.wrap_future(future), CONNECT_S)
+                closing.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.close(), loop)))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CONNECT_S)
         self._sessions.clear()
 
     def _session(self, *, once: bool = False, flow: bool = False) -> aiohttp.ClientSession:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -130,3 +132,29 @@ async def test_a_server_that_is_told_something_late_is_not_stuck() -> None:
         call = Call("c", asyncio.get_running_loop().time() - 60.0)
         assert (await Control(http, given_up.append).tell("/continue_generation", {}, call=call)).ok
         assert given_up == []
+
+
+async def test_loops_that_are_stuck_cost_a_close_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop must not take longer with each loop and each kind of connection."""
+    monkeypatch.setattr(http_, "CONNECT_S", 0.5)
+    free = threading.Event()
+    app = web.Application()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app.router.add_route("*", "/", answer)
+    async with answering(app) as http:
+        loops = [asyncio.new_event_loop() for _ in range(3)]
+        for loop in loops:
+            threading.Thread(target=loop.run_forever, daemon=True).start()
+            for body in (None, {}):
+                work = asyncio.run_coroutine_threadsafe(http.call("/", body, timeout_s=5), loop)
+                await asyncio.wrap_future(work)
+            loop.call_soon_threadsafe(free.wait)
+        started = time.monotonic()
+        await http.close()
+        assert time.monotonic() - started < 2
+        free.set()
+        for loop in loops:
+            loop.call_soon_threadsafe(loop.stop)
