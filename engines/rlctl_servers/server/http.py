@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,8 +189,8 @@ class Http:
                 await session.close()
             elif loop.is_running():
                 closing.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.close(), loop)))
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CONNECT_S)
+        if closing:
+            await asyncio.wait(closing, timeout=CONNECT_S)  # a stuck loop closes its connections later
         self._sessions.clear()
 
     def _session(self, *, once: bool = False, flow: bool = False) -> aiohttp.ClientSession:

@@ -196,6 +196,8 @@ class ServerProcess(abc.ABC):
         elif self._popen is not None:  # the launch failed after the server's own start
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(timeout_s)
+            if self._popen.stdout is not None:
+                self._popen.stdout.close()
 
 
 def cores_of(ranks: int) -> str:

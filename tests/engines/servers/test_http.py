@@ -146,8 +146,9 @@ async def test_loops_that_are_stuck_cost_a_close_one_limit(monkeypatch: pytest.M
     app.router.add_route("*", "/", answer)
     async with answering(app) as http:
         loops = [asyncio.new_event_loop() for _ in range(3)]
-        for loop in loops:
-            threading.Thread(target=loop.run_forever, daemon=True).start()
+        threads = [threading.Thread(target=loop.run_forever, daemon=True) for loop in loops]
+        for loop, thread in zip(loops, threads, strict=True):
+            thread.start()
             for body in (None, {}):
                 work = asyncio.run_coroutine_threadsafe(http.call("/", body, timeout_s=5), loop)
                 await asyncio.wrap_future(work)
@@ -156,5 +157,8 @@ async def test_loops_that_are_stuck_cost_a_close_one_limit(monkeypatch: pytest.M
         await http.close()
         assert time.monotonic() - started < 2
         free.set()
-        for loop in loops:
+        for loop, thread in zip(loops, threads, strict=True):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0.2), loop))
             loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+            loop.close()
