@@ -601,7 +601,7 @@ class FakeEngine(Engine):
                 elif count == max_tokens:
                     kind = rollout.FINISH_TYPE_LENGTH
                 adapter = self.adapters.get(request.adapter, verbs.Adapter()).version
-                part = self._part(rid, count, kind, adapter, first + count)
+                part = self._part(rid, count, kind, adapter, (first + count) % 2**32)
                 if request.return_logprob:
                     part.samples[0].output_logprobs.extend(
                         rollout.TokenLogprob(token_id=token, logprob=-1.0) for token in part.samples[0].output_ids

@@ -64,6 +64,13 @@ async def test_a_request_is_served_and_stamped(fleet: InProcessFleet) -> None:
         assert len(parts) == 4
 
 
+async def test_the_largest_token_id_is_no_defect_of_the_fake_engine(fleet: InProcessFleet) -> None:
+    async with open_channel(fleet.stages["b"].rollout_address) as channel:
+        prompt, params = r.TokenIds(ids=[2**32 - 1]), r.SamplingParams(max_new_tokens=2)
+        whole = await RolloutServiceStub(channel).Generate(r.GenerateRequest(input_ids=prompt, sampling_params=params))
+        assert list(whole.samples[0].output_ids) == [0, 1]
+
+
 async def test_an_answer_without_tokens_names_the_version_that_the_stage_served(fleet: InProcessFleet) -> None:
     await update(fleet, "new")
     async with open_channel(fleet.stages["b"].rollout_address) as channel:
