@@ -27,6 +27,10 @@ from rlctl.v1.fleet_pb2 import StageReport
 
 PING_EVERY_S = 1.0
 SILENCE_S = 5.0
+MOST_PENDING = 4096
+"""Commands under way to a peer. Also bounds the unsent messages of a link whose peer does not read: pings without an
+answer end the link.
+"""
 """Seconds of pings without any message of the peer, even a pong, after which the link is closed."""
 
 HOP_S = 0.25
@@ -118,7 +122,7 @@ class Commander:
         """Send a command; ``deadline`` is on the clock's ``now``. Never blocks; failures are in the result.
 
         An id without an answer on this link is not sent again: both calls wait for the same answer. With a different
-        body the result is REQUEST_ID_REUSED.
+        body the result is REQUEST_ID_REUSED. Beyond MOST_PENDING it is TOO_MANY_REQUESTS, and nothing is sent.
         """
         pending = self._pending.get(command_id)
         if pending is not None and pending.request == request:
@@ -128,6 +132,10 @@ class Commander:
         try:
             if pending is not None:
                 raise Reason.REQUEST_ID_REUSED.error(f"command {command_id} is under way with another body")
+            if len(self._pending) >= MOST_PENDING:
+                raise Reason.TOO_MANY_REQUESTS.error(
+                    f"{MOST_PENDING} commands are under way to this peer", outcome=OUTCOME_NOT_SENT
+                )
             self._ask(issued)
         except RlctlError as error:
             _settle(issued, error)

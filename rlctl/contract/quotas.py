@@ -9,6 +9,10 @@ MOST_OPERATIONS = 4096
 """Quota of operations under way of a principal without a quota of its own, so that no caller fills the coordinator."""
 
 
+MOST_READS = 1024
+"""Most reads of stages under way of each principal: a read is a command to every target."""
+
+
 def excess(principal: Principal, in_flight: int, more: int = 1) -> RlctlError | None:
     """Return the error QUOTA_EXCEEDED if ``more`` requests beside ``in_flight`` exceed the quota, else None."""
     limit = principal.max_in_flight
@@ -28,6 +32,13 @@ def excess_operations(principal: Principal, under_way: int, *, relieves: bool) -
     if under_way < limit:
         return None
     return _error(principal, limit, f"{under_way} operations under way", 1)
+
+
+def excess_reads(principal: Principal, under_way: int) -> RlctlError | None:
+    """Return the error QUOTA_EXCEEDED if a further read of stages exceeds MOST_READS, else None."""
+    if under_way < MOST_READS:
+        return None
+    return _error(principal, MOST_READS, f"{under_way} reads of stages under way", 1)
 
 
 def _error(principal: Principal, limit: int, present: str, more: int) -> RlctlError:

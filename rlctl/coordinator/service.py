@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from typing import NoReturn
 
 from google.protobuf.message import Message
@@ -15,6 +16,8 @@ from rlctl.command_stream.commander import Commander
 from rlctl.contract.access import Subject
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.contract.quotas import excess_reads
+from rlctl.contract.scopes import calling
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.audit import KEPT_S, Audit
@@ -130,6 +133,8 @@ class Coordinator:
         self._dialer = dialer
         self._clock = clock
         self._raising = asyncio.Lock()
+        self._reads: Counter[str] = Counter()
+        """Reads of stages under way, by principal."""
         self._refused: set[str] = set()
         """Refused slots and addresses, as logged."""
         self.roster = Roster(journal, clock, observer)
@@ -256,17 +261,37 @@ class Coordinator:
             operation.state = OPERATION_STATE_OK
             return operation
         run = Run(OperationRecord(operation=operation))
-        await self._fanout.run(
-            request,
-            targets,
-            operation_id=operation.operation_id,
-            step="1",
-            deadline=self._clock.now() + timeout_s,
-            on_result=run.add,
-        )
+        with self._reading():
+            await self._fanout.run(
+                request,
+                targets,
+                operation_id=operation.operation_id,
+                step="1",
+                deadline=self._clock.now() + timeout_s,
+                on_result=run.add,
+            )
         run.conclude()
         run.operation.done_time.CopyFrom(self._clock.wall())
         return run.operation
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count a read of the caller within the block. Raises QUOTA_EXCEEDED."""
+        identity = calling.get()
+        if identity is None:
+            yield
+            return
+        name = identity.principal.name
+        refusal = excess_reads(identity.principal, self._reads[name])
+        if refusal is not None:
+            raise refusal
+        self._reads[name] += 1
+        try:
+            yield
+        finally:
+            self._reads[name] -= 1
+            if not self._reads[name]:
+                del self._reads[name]
 
     async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
         update_id = _header(request).fence.update_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,9 @@ from rlctl.v1.results_pb2 import (
 
 log = logging.getLogger(__name__)
 
+MOST_WAITING = 1000
+"""Ended operations whose spans are not made yet. Further ones get no trace: a record may have 300 kB."""
+
 Attributes = Mapping[str, str | int | float]
 
 
@@ -36,12 +40,16 @@ class OperationTraces(Observer):
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._thread = ThreadPoolExecutor(1, "rlctl traces")
+        self._places = threading.BoundedSemaphore(MOST_WAITING)
 
     def stop(self) -> None:
         """Wait for the spans of ended operations."""
         self._thread.shutdown()
 
     def operation_ended(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
+        if not self._places.acquire(blocking=False):
+            log.warning("%s has no trace: %d operations wait for theirs", record.operation.operation_id, MOST_WAITING)
+            return
         self._thread.submit(self._trace, record, took_s, traceparent)
 
     def _trace(self, record: OperationRecord, took_s: float, traceparent: str) -> None:
@@ -49,6 +57,8 @@ class OperationTraces(Observer):
             _Spans(self._tracer, record, took_s).make(traceparent)
         except Exception:
             log.exception("%s has no trace", record.operation.operation_id)
+        finally:
+            self._places.release()
 
 
 class _Spans:

@@ -118,7 +118,7 @@ class Answers:
     def __init__(self, stream: _Stream, number: int, deadline: float) -> None:
         self._stream = stream
         self._number = number
-        self._parts: deque[GenerateResponse] = deque()
+        self._parts: deque[GenerateResponse] = deque()  # bounded by the length of the request's samples
         self._waiting: asyncio.Future[None] | None = None
         self._ended = False
         self._error: RlctlError | None = None
@@ -186,7 +186,7 @@ class _Stream:
         self._call = call
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answers] = {}
-        self._unsent: deque[GenerateManyRequest] = deque()
+        self._unsent: deque[GenerateManyRequest] = deque()  # of callers that wait for their answers
         self._bytes_of_last = 0
         self._news = asyncio.Event()
         self._reading, self._writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())

@@ -37,6 +37,9 @@ TOTAL_BYTES = 256 << 20
 WAIT_S = 30.0
 """Longest wait of a large body for room, in seconds."""
 
+MOST_WAITING = 1024
+"""Large bodies that may wait for room. Up to LARGE bytes of each have been read."""
+
 T = TypeVar("T")
 
 
@@ -49,10 +52,15 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:
-        """Wait for room for ``size`` bytes. Raises TOO_MANY_REQUESTS after :data:`WAIT_S`."""
+        """Wait for room for ``size`` bytes.
+
+        Raises TOO_MANY_REQUESTS after :data:`WAIT_S`, and at once if :data:`MOST_WAITING` others wait.
+        """
         if not self._waiting and self._fits(size):
             self.used += size
             return
+        if len(self._waiting) >= MOST_WAITING:
+            raise Reason.TOO_MANY_REQUESTS.error(f"{len(self._waiting)} bodies wait for room here", field="body")
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((size, admitted))
         try:

@@ -31,7 +31,7 @@ from rlctl.transport.channel import bearer, open_channel
 from rlctl.transport.denials import Denials
 from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
-from rlctl.transport.quotas import Quotas
+from rlctl.transport.quotas import MOST_REQUESTS, Quotas
 from rlctl.transport.server import GrpcServer
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.credentials import Tls
@@ -204,10 +204,10 @@ class StageServer:
     async def _start_rollout(self) -> str:
         denials = Denials()
         if self._metrics is None:
-            quotas = Quotas(denials)
+            quotas = Quotas(denials, most=MOST_REQUESTS)
             generation = Generation(lambda: self._engine, self._serving, SystemClock(), quotas)
         else:
-            quotas = Quotas(denials, self._metrics.refused)
+            quotas = Quotas(denials, self._metrics.refused, most=MOST_REQUESTS)
             generation = self._metrics.generation(lambda: self._engine, quotas)
             self._metrics.exposition.watch_loop("rollout")
         self._generation, self._quotas = generation, quotas

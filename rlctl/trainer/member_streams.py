@@ -79,6 +79,7 @@ class Members:
         self._waiting: dict[int, deque[_Call]] = {rank: deque() for rank in self._ranks}
         self._newest = dict.fromkeys(self._ranks, 0)
         self._missed: dict[int, deque[tuple[str, JoinResponse]]] = {rank: deque(maxlen=_MISSED) for rank in self._ranks}
+        # A member waits for the answer to a shipment before the next one.
         self.shipments: asyncio.Queue[JoinRequest] = asyncio.Queue()
         self._lost: RlctlError | None = None
         self._news = asyncio.Event()
@@ -258,7 +259,7 @@ class Lead:
         self._rank = rank
         self._link = link
         self._updates = 0
-        self._heard: asyncio.Queue[JoinResponse | RlctlError] = asyncio.Queue()
+        self._heard: asyncio.Queue[JoinResponse | RlctlError] = asyncio.Queue()  # a few messages in each update
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod

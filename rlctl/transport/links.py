@@ -62,7 +62,11 @@ class GrpcDialer:
 
 
 class _Outbox:
-    """Messages to write, in order, for one writer. The outbox is never full and so needs less than asyncio.Queue."""
+    """Messages to write, in order, for one writer. The outbox is never full and so needs less than asyncio.Queue.
+
+    Its senders bound it: a commander has at most MOST_PENDING commands under way, an executor sends two messages for
+    each, and a peer that reads nothing is lost within seconds (SILENCE_S, keepalive).
+    """
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason
 from rlctl.contract.quotas import excess
-from rlctl.contract.scopes import Scope, calling
+from rlctl.contract.scopes import Identity, Scope, calling
 from rlctl.transport.denials import Denials
+
+MOST_REQUESTS = 65_536
+"""Most requests in flight at a stage, of all principals: those that the engine computes, queues or holds at a pause."""
 
 _GENERATION = Method("generation", (Scope.ROLLOUT,))
 
@@ -21,33 +24,49 @@ class Quotas:
     Requests of principals without a quota are counted too, since a quota may be set while they run.
     """
 
-    def __init__(self, denials: Denials, refused: Callable[[str], None] | None = None) -> None:
-        """``refused``: called with the principal of each refused request, for metrics."""
+    def __init__(
+        self, denials: Denials, refused: Callable[[str], None] | None = None, *, most: int | None = None
+    ) -> None:
+        """``refused``: called with the principal of each refused request, for metrics; ``most``: requests of all
+        principals together; None: any number.
+        """
         self._denials = denials
         self._refused = refused
+        self._most = most
+        self._total = 0
         self._in_flight: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def places(self, requests: int = 1) -> Iterator[None]:
-        """Count requests of the running task's caller until the block ends. Raises QUOTA_EXCEEDED: all or none."""
+        """Count requests of the running task's caller until the block ends: all or none.
+
+        Raises QUOTA_EXCEEDED, and TOO_MANY_REQUESTS if the server is full.
+        """
         identity = calling.get()
-        if identity is None:
-            yield
-            return
-        name = identity.principal.name
-        refusal = excess(identity.principal, self._in_flight[name], requests)
-        if refusal is not None:
-            self._denials.note(identity, _GENERATION, refusal, identity.host)
-            if self._refused is not None:
-                self._refused(name)
-            raise refusal
+        name = ""
+        if identity is not None:
+            name = identity.principal.name
+            self._refuse_excess(identity, requests)
+        if self._most is not None and self._total + requests > self._most:
+            raise Reason.TOO_MANY_REQUESTS.error(f"{self._total} requests are in flight at this server")
+        self._total += requests
         self._in_flight[name] += requests
         try:
             yield
         finally:
+            self._total -= requests
             self._in_flight[name] -= requests
             if not self._in_flight[name]:
                 del self._in_flight[name]
+
+    def _refuse_excess(self, identity: Identity, requests: int) -> None:
+        principal = identity.principal
+        refusal = excess(principal, self._in_flight[principal.name], requests)
+        if refusal is not None:
+            self._denials.note(identity, _GENERATION, refusal, identity.host)
+            if self._refused is not None:
+                self._refused(principal.name)
+            raise refusal
 
     @staticmethod
     def check_count(requests: int, field: str) -> None:

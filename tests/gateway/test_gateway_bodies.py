@@ -33,6 +33,21 @@ async def test_room_is_given_first_come_first_served() -> None:
     assert room.used == 9
 
 
+async def test_a_body_that_finds_too_many_waiting_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_bodies, "MOST_WAITING", 1)
+    room = Room(10)
+    await room.take(6)
+    waiting = asyncio.create_task(room.take(8))
+    await asyncio.sleep(0)
+    with pytest.raises(RlctlError) as caught:
+        await room.take(1)
+    assert caught.value.reason is Reason.TOO_MANY_REQUESTS
+    room.give(6)
+    await waiting
+    await room.take(1)
+    assert room.used == 9
+
+
 async def test_room_that_nobody_waits_for_any_more_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_bodies, "WAIT_S", 0.05)
     room = Room(10)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.gateway.backend.service import Settings
 from rlctl.gateway.http.dialect import Reply
 from rlctl.gateway.http.placeholders import PREFILL
@@ -65,6 +66,20 @@ async def test_nothing_is_kept_of_a_request_that_both_halves_have_come_of(first:
             answers = await asyncio.gather(*came)
         assert ["p0", {"text": "x"}] in answers
     assert not both._requests
+
+
+async def test_halves_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_pairs, "MOST", 1)
+    both = Halves()
+    first = asyncio.ensure_future(prompt(both, 1))
+    await asyncio.sleep(0)
+    for half in (prompt, whole):
+        with pytest.raises(RlctlError) as caught:
+            await half(both, 2)
+        assert caught.value.reason is Reason.TOO_MANY_REQUESTS
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(first, whole(both, 1))
+        await asyncio.gather(prompt(both, 2), whole(both, 2))
 
 
 async def test_a_prompt_whose_other_half_never_comes_is_not_kept_for_as_long_as_a_request(

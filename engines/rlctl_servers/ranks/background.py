@@ -25,6 +25,7 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # A rank has one mutating command at a time, and each submits a few works.
         self._queue: queue.SimpleQueue[tuple[Work, Future[bytes]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -134,6 +134,8 @@ class Requests:
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
         running = SampledRequest(engine_rids, request.adapter, prepared=self._dialect.prepares(request))
         self._register([rid], running)
+        # Bounded by the length of the samples. A bound of its own would let a caller that reads slowly delay the end of
+        # the request at the server, for which a pause waits.
         events: asyncio.Queue[_Event] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         try:

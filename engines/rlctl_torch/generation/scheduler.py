@@ -52,7 +52,7 @@ class Scheduler:
         self._max_running = max_running
         self._lock = threading.Lock()
         self._requests: dict[str, list[Sample]] = {}
-        self._waiting: deque[Sample] = deque()
+        self._waiting: deque[Sample] = deque()  # bounded by the requests in flight that the stage admits
         self._running: list[Sample] = []
         self._under_way: list[_Part] = []
         self._moving: Sample | None = None

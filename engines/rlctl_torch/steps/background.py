@@ -56,6 +56,7 @@ class Beside:
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
         self._name = name
+        # Each work belongs to a command under way, of which a coordinator has MOST_PENDING at most.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._spare: list[torch.Tensor] = []

@@ -82,7 +82,7 @@ class CommandStream:
         self._wake = wake
         self._changed = threading.Condition()
         self._registered: dict[str, Command] = {}
-        self._queue: deque[str] = deque()
+        self._queue: deque[str] = deque()  # registered commands, each of a caller that waits
         self._failure: RlctlError | None = None
 
     # On the admin loop.

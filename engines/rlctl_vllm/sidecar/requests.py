@@ -27,6 +27,9 @@ AGAIN_S = 0.5
 CUT_S = 5.0
 """Seconds until the connection of an aborted request is closed. A request held back by a pause has no other end."""
 
+MOST_RUNNING = 65_536
+"""Most samples under way."""
+
 
 class _Running:
     """A sample under way."""
@@ -91,7 +94,7 @@ class Requests:
         Raises errors of the call before the first answer.
         """
         samples = await self._begin(asking, stream=True)
-        changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
+        changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()  # each sample has at most three entries
         waiting: set[int] = set()
         ended: set[int] = set()
 
@@ -145,6 +148,9 @@ class Requests:
 
     async def _begin(self, asking: Asking, *, stream: bool) -> list[tuple[Sample, _Running, dict[str, Any]]]:
         """Return the samples, each with the body for vLLM; nothing is sent yet."""
+        coming = sum(prompt.samples for prompt in asking.prompts)
+        if len(self._running) + coming > MOST_RUNNING:
+            raise Reason.TOO_MANY_REQUESTS.error(f"{len(self._running)} samples are under way here")
         samples = []
         about = self._about
         for prompt in asking.prompts:

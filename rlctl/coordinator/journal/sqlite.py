@@ -55,6 +55,7 @@ class SqliteJournal:
         """
         self._path = Path(path)
         self._name = os.fspath(self._path)
+        # Each writer waits for its write, so operations and calls under way bound the queue.
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._copying = threading.Lock()

@@ -105,7 +105,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
     waiting: dict[int, list[Sample]] = {}
     texts = [_Text(sample.request.sampling_params.stop) for sample in samples]
     prompts = [sample.prompt_ids for sample in samples]
-    changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()
+    changed: asyncio.Queue[int | RlctlError] = asyncio.Queue()  # each sample has at most two entries
     ended: dict[int, RolloutSample] = {}
     place = await place_of(call)
 

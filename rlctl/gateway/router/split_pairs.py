@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rlctl.contract.errors import Reason
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply
 from rlctl.gateway.http.placeholders import ANY, PREFILL
@@ -20,6 +21,8 @@ MEET_S = 1.0
 """Seconds to wait for the prefill half, which names the prefill stage. After that any prefill stage may be used."""
 KEPT_S = 60.0
 """Seconds until a single half is forgotten, and its wait ends."""
+MOST = 65_536
+"""Requests with a missing half, or under way without their first half."""
 _FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
@@ -81,7 +84,10 @@ class Halves:
         return generate
 
     def _of(self, room: int) -> _Request:
+        """Return the request of a room. Raises TOO_MANY_REQUESTS."""
         if room not in self._requests:
+            if len(self._requests) >= MOST:
+                raise Reason.TOO_MANY_REQUESTS.error(f"{MOST} requests to pairs lack a half in this gateway")
             self._requests[room] = _Request(asyncio.get_running_loop().call_later(KEPT_S, self._forget, room))
         return self._requests[room]
 

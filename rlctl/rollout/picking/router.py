@@ -14,8 +14,8 @@ from rlctl.rollout.picking.policies import LeastConnections, Policy
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY
 from rlctl.v1.fleet_pb2 import Stage
 
-REFUSALS = (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD)
-"""Refusals due to the stage's state: the request goes to another stage, or to the same stage later."""
+REFUSALS = (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD, Reason.TOO_MANY_REQUESTS)
+"""Refusals due to the stage's state or load: the request goes to another stage, or to the same stage later."""
 
 FAULTS = (
     Reason.UNREACHABLE,

@@ -412,3 +412,19 @@ async def test_a_callers_leaving_does_not_stop_what_runs(wire: Wire) -> None:
     wire.rank.gate.set()
     assert (await wire.executor.execute("c", packed(), 5.0)).rank.outcome == OUTCOME_APPLIED
     assert wire.rank.carried_out == ["c"]
+
+
+async def test_commands_beyond_the_bound_are_not_sent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commanding, "MOST_PENDING", 2)
+    commander = wire.connect()
+    await commander.attach(Attach())
+    wire.rank.gate.clear()
+    issued = [commander.issue(f"c{number}", "o", packed(), soon()) for number in range(2)]
+    with pytest.raises(RlctlError) as caught:
+        await commander.issue("c2", "o", packed(), soon()).result
+    assert (caught.value.reason, caught.value.outcome) == (Reason.TOO_MANY_REQUESTS, OUTCOME_NOT_SENT)
+    assert commander.issue("c0", "o", packed(), soon()) is issued[0], "a repeat is no further command"
+    wire.rank.gate.set()
+    await asyncio.gather(*(each.result for each in issued))
+    await commander.issue("c2", "o", packed(), soon()).result
+    assert wire.rank.carried_out == ["c0", "c1", "c2"]

@@ -14,6 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 from rlctl_servers.server import server as watched
+from rlctl_vllm.sidecar import requests as sidecar_requests
 from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -429,6 +430,22 @@ async def test_what_one_call_may_ask_for_has_bounds(
         sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
         async with session.post(f"{sidecar.url}/generate", data=io.BytesIO(orjson.dumps(body))) as response:
             assert (response.status, (await response.json())["error"]["field"]) == (status, field)
+        await sidecar.stop()
+
+
+async def test_samples_beyond_those_that_may_be_under_way_are_refused_at_once(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_requests, "MOST_RUNNING", 1)
+    async with Serving(application()) as upstream:
+        sidecar = await started(SidecarConfig(upstream=upstream.url, coordinator="c:1"))
+        for prompts, status in (([[5], [6]], 503), ([[5]], 200), ([[5]], 200)):
+            body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+            async with session.post(f"{sidecar.url}/generate", json=body) as response:
+                assert response.status == status
+                if status == 503:
+                    assert response.headers["Retry-After"] == "1"
+                    assert (await response.json())["error"]["reason"] == "TOO_MANY_REQUESTS"
         await sidecar.stop()
 
 

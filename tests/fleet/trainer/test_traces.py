@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from click.testing import CliRunner
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.trace import NoOpTracer
 from trace_collector import BAD, PARENT, attributes, collecting
 
 from rlctl.cli.main import root
+from rlctl.coordinator import traces as operation_traces
 from rlctl.sdk import aio
 from rlctl.traces import tracing
 from rlctl.traces.context import valid
+from rlctl.v1.journal_pb2 import OperationRecord
+from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, UpdateWeightsFromDiskRequest
 
 
@@ -27,6 +32,31 @@ def within(span: Span, parent: Span) -> bool:
     same = (span.parent_span_id, span.trace_id) == (parent.span_id, parent.trace_id)
     inside = parent.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
     return same and inside and span.end_time_unix_nano <= parent.end_time_unix_nano
+
+
+def test_operations_whose_traces_would_wait_too_long_get_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operation_traces, "MOST_WAITING", 2)
+    made: list[str] = []
+    may_go_on = threading.Event()
+
+    class Spans:
+        def __init__(self, _tracer: object, record: OperationRecord, _took_s: float) -> None:
+            self._operation_id = record.operation.operation_id
+
+        def make(self, _traceparent: str) -> None:
+            may_go_on.wait(5)
+            made.append(self._operation_id)
+
+    monkeypatch.setattr(operation_traces, "_Spans", Spans)
+    traces = operation_traces.OperationTraces(NoOpTracer())
+    for name in ("a", "b", "c"):
+        traces.operation_ended(OperationRecord(operation=Operation(operation_id=name)), 1.0, "")
+    may_go_on.set()
+    traces.stop()
+    assert made == ["a", "b"]
+    assert "c has no trace: 2 operations wait for theirs" in caplog.text
 
 
 async def test_an_update_is_one_trace_from_the_trainer_to_the_ranks(

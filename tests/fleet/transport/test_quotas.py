@@ -357,6 +357,43 @@ async def test_a_principal_without_a_quota_cannot_fill_the_coordinator(
             await call
 
 
+async def test_reads_of_stages_are_bounded_for_each_principal(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quotas, "MOST_READS", 1)
+    read = v.GetModelInfoRequest()
+    async with (
+        await aio.connect(fleet.server.address, token="boss") as boss,
+        await aio.connect(fleet.server.address, token="trainer") as trainer,
+    ):
+        async with blocked(fleet, "get_model_info"):
+            first = asyncio.create_task(boss.call(read))
+            await eventually(lambda: fleet.server.coordinator._reads == {"boss": 1})
+            assert (await refusal(boss.call(read))).message == "boss has 1 reads of stages under way; the quota is 1"
+            other = asyncio.create_task(trainer.call(read))
+            await eventually(lambda: len(fleet.server.coordinator._reads) == 2)
+        await asyncio.gather(first, other)
+        assert await boss.call(read)
+        assert fleet.server.coordinator._reads == {}
+
+
+async def test_a_full_stage_refuses_requests_of_all_principals_and_the_sdk_waits(
+    fleet: InProcessFleet, stage: RolloutServiceStub
+) -> None:
+    stage_quotas = fleet.stages["a"]._quotas
+    assert stage_quotas is not None
+    stage_quotas._most = 2
+    async with await aio.connect(fleet.server.address, token="boss") as boss:
+        async with held(fleet, stage, 2, "sampler"):
+            assert await reason_of(stage.Generate(request(1), metadata=bearer("other"))) is Reason.TOO_MANY_REQUESTS
+            sample = asyncio.create_task(boss.rollout("actor").generate("x", max_new_tokens=1))
+            await asyncio.sleep(0.2)
+            assert not sample.done()
+        assert len(await asyncio.wait_for(sample, 5)) == 1
+        await eventually(lambda: counted(fleet) == {})
+        assert stage_quotas._total == 0
+
+
 def test_a_quota_of_the_file_is_checked(access: Path) -> None:
     for wrong in ("0", "-1", "true", "1.5", '"2"', "1000001"):
         access.write_text(f'{{"version": 1, "max_in_flight": {wrong}, "principals": []}}')
