@@ -6,10 +6,8 @@ relay to the ranks, a null relay answers for all ranks at once. The remaining co
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
@@ -38,6 +36,7 @@ from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from rlctl.v1.fleet_pb2 import Capabilities, RankStatus, StageLayout, StageRegistration
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.version import CONTRACT_VERSION
+from tools.benchmark.child import arguments
 
 
 class NullRelay(Relay):
@@ -95,20 +94,8 @@ async def _serve(coordinator: str, first: int, stages: int, ranks: int) -> None:
     await asyncio.gather(*(server.stop(0.1) for server, _ in started))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until stopped."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--first", type=int, default=0, help="number of the first stage")
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--end-with-parent", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.end_with_parent:
-        end_with_parent()
-    collect_seldom()  # as the real servers do
-    event_loops.run(_serve(given.coordinator, given.first, given.stages, given.ranks))
-
-
 if __name__ == "__main__":
-    main()
+    options = arguments(coordinator=str, first=int, stages=int, ranks=int)
+    end_with_parent()
+    collect_seldom()  # as the real servers do
+    event_loops.run(_serve(options.coordinator, options.first, options.stages, options.ranks))

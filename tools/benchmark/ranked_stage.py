@@ -5,14 +5,12 @@ Rank 0 reaches the followers as between machines, each over its own gRPC link. T
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-
 from rlctl.engine import EngineConfig
 from rlctl.runtime import event_loops
 from rlctl.runtime.server_process import announce, collect_seldom, end_with_parent, stop_event
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.worker.server import WorkerConfig, WorkerServer
+from tools.benchmark.child import arguments
 
 
 async def _serve(coordinator: str, slot: str, checkpoint: str, ranks: int) -> None:
@@ -32,20 +30,8 @@ async def _serve(coordinator: str, slot: str, checkpoint: str, ranks: int) -> No
         await worker.stop()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until stopped."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--slot", required=True)
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--end-with-parent", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.end_with_parent:
-        end_with_parent()
-    collect_seldom()  # as the real servers do
-    event_loops.run(_serve(given.coordinator, given.slot, given.checkpoint, given.ranks))
-
-
 if __name__ == "__main__":
-    main()
+    options = arguments(coordinator=str, slot=str, checkpoint=str, ranks=int)
+    end_with_parent()
+    collect_seldom()  # as the real servers do
+    event_loops.run(_serve(options.coordinator, options.slot, options.checkpoint, options.ranks))

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,22 @@ def told(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def announced(process: subprocess.Popen[bytes]) -> str:
     """Return the announced address of a server."""
     return str(told(process)["address"])
+
+
+class Servers(ExitStack):
+    """Servers that are processes; all end with the block."""
+
+    def start(self, module: str, *command: str) -> subprocess.Popen[bytes]:
+        """Start ``python -m MODULE`` without waiting."""
+        return self.enter_context(server([sys.executable, "-m", module, *command]))
+
+    def rlctl(self, *command: str, module: str = "rlctl") -> dict[str, Any]:
+        """Start a server of rlctl, or of a ``module`` with the same interface; return the announcement."""
+        return told(self.start(module, *command, "--log-level", "WARNING", "--end-with-parent"))
+
+    def coordinator(self, directory: Path) -> str:
+        """Start a coordinator with a journal in the directory; return the address."""
+        return str(self.rlctl("coordinator", "--journal", str(directory / "journal.db"))["address"])
 
 
 def cpu_s(pid: int) -> float:

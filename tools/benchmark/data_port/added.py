@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from tools.benchmark.figures import Reading, Setting
-from tools.benchmark.servers import announced, server
+from tools.benchmark.servers import Servers, announced
 from tools.benchmark.sidecar.added import STRAIGHT, Pair, added_latency, cpu_each
 
 
@@ -15,10 +14,9 @@ from tools.benchmark.sidecar.added import STRAIGHT, Pair, added_latency, cpu_eac
 def running(setting: Setting) -> Iterator[Pair]:
     """Start an upstream and a data port, each a process."""
     del setting
-    with ExitStack() as stack:
-        upstream = stack.enter_context(server([sys.executable, "-m", "tools.benchmark.sidecar.upstream"]))
-        address = announced(upstream)
-        port = stack.enter_context(server([sys.executable, "-m", "tools.benchmark.data_port.port", address]))
+    with Servers() as servers:
+        address = announced(servers.start("tools.benchmark.sidecar.upstream"))
+        port = servers.start("tools.benchmark.data_port.port", address)
         path = "/inference/v1/generate"
         yield Pair(address + path, announced(port) + path, port.pid)
 

@@ -6,10 +6,9 @@ address.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -17,6 +16,7 @@ from aiohttp import web
 
 from rlctl.runtime import event_loops
 from rlctl.runtime.server_process import announce, end_with_parent, stop_event
+from tools.benchmark.child import arguments
 
 METHOD = "/rlctl.bench.Echo/Stream"
 PATH = "/admin"
@@ -58,16 +58,7 @@ async def _serve(count: int) -> None:
     await asyncio.gather(*(server.stop(0.1) for server in servers))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until stopped."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--end-with-parent", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.end_with_parent:
-        end_with_parent()
-    event_loops.run(_serve(given.count))
-
-
 if __name__ == "__main__":
-    main()
+    options = arguments(count=int)
+    end_with_parent()
+    event_loops.run(_serve(options.count))

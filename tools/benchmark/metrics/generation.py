@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from rlctl.sdk.blocking import connect
 from tools.benchmark.figures import Reading, Setting
 from tools.benchmark.metrics.scraper import scraped
 from tools.benchmark.rollout import clients
-from tools.benchmark.rollout.ways import BODY, ENDS, PROMPT
+from tools.benchmark.rollout.ways import BODY, PROMPT
 from tools.benchmark.rounds import interleaved, median, ratios
-from tools.benchmark.servers import post_all, server, told
+from tools.benchmark.servers import Servers, post_all
 
 COUNT = 1000
 AT_ONCE = 32
@@ -35,17 +34,13 @@ def _fleet(setting: Setting, name: str, options: list[str]) -> Iterator[_Fleet]:
     directory = setting.directory / name
     directory.mkdir(exist_ok=True)
     (directory / "weights.txt").write_text("light")
-    rlctl, quiet = [sys.executable, "-m", "rlctl"], ["--log-level", "WARNING", ENDS]
-    light = [sys.executable, "-m", "tools.benchmark.rollout.light"]
-    with ExitStack() as stack:
-
-        def start(*command: str) -> dict[str, Any]:
-            return told(stack.enter_context(server([*command, *quiet, *options])))
-
-        coordinator = start(*rlctl, "coordinator", "--journal", str(directory / "journal.db"))
-        at = ("--coordinator", str(coordinator["address"]))
-        stage = start(*light, "stage", "--slot", "a", "--engine", "fake", "--model-path", str(directory), *at)
-        gateway = start(*rlctl, "gateway", *at)
+    with Servers() as servers:
+        journal = str(directory / "journal.db")
+        coordinator = servers.rlctl("coordinator", "--journal", journal, *options)
+        at = ("--coordinator", str(coordinator["address"]), *options)
+        engine = ("--engine", "fake", "--model-path", str(directory))
+        stage = servers.rlctl("stage", "--slot", "a", *engine, *at, module="tools.benchmark.rollout.light")
+        gateway = servers.rlctl("gateway", *at)
         with connect(coordinator["address"]) as fleet:
             fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until the stage serves
         started = (coordinator, stage, gateway)

@@ -6,14 +6,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlctl.sdk.blocking import Fleet, connect
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
 from tools.benchmark.figures import Reading, Setting
 from tools.benchmark.rounds import Spread
-from tools.benchmark.servers import announced, server
+from tools.benchmark.servers import Servers, announced, server
 
 STREAMS = 4000
 PACE_S = 2.0
@@ -26,14 +26,11 @@ def running(setting: Setting) -> Iterator[str]:
     directory = Path(setting.directory) / "admin"
     directory.mkdir(exist_ok=True)
     (directory / "weights.txt").write_text("slow")
-    rlctl, quiet = [sys.executable, "-m", "rlctl"], ["--log-level", "WARNING", "--end-with-parent"]
-    with ExitStack() as stack:
-        journal = str(directory / "journal.db")
-        coordinator = announced(stack.enter_context(server([*rlctl, "coordinator", "--journal", journal, *quiet])))
-        engine = ["--engine", "fake", "--option", f"pace={PACE_S}", "--model-path", str(directory)]
+    with Servers() as servers:
+        coordinator = servers.coordinator(directory)
+        engine = ("--engine", "fake", "--option", f"pace={PACE_S}", "--model-path", str(directory))
         for slot in ("a", "b"):
-            stage = [*rlctl, "stage", "--slot", slot, "--coordinator", coordinator, *engine, *quiet]
-            announced(stack.enter_context(server(stage)))
+            servers.rlctl("stage", "--slot", slot, "--coordinator", coordinator, *engine)
         yield coordinator
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
-from typing import Any
 
 import orjson
 from aiohttp import web
 
 from rlctl.runtime import event_loops
-from rlctl.runtime.server_process import announce, end_with_parent, stop_event
+from tools.benchmark.child import serve
 from tools.benchmark.rollout.reply import EVENTS, REPLY
 
 
@@ -37,17 +35,6 @@ def application() -> web.Application:
     return app
 
 
-async def _main() -> None:
-    end_with_parent()
-    stop: Any = stop_event()
-    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the router tries HTTP/2 first
-    runner = web.AppRunner(application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-    announce("backend", address=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    await stop.wait()
-    await runner.cleanup()
-
-
 if __name__ == "__main__":
-    sys.exit(event_loops.run(_main()))
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the router tries HTTP/2 first
+    event_loops.run(serve("backend", application()))

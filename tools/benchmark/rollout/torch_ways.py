@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.demo import tiny
 from rlctl.sdk.blocking import connect
 from tools.benchmark.figures import Setting
-from tools.benchmark.rollout.ways import ENDS, PROMPT
-from tools.benchmark.servers import announced, server, told
+from tools.benchmark.rollout.ways import PROMPT
+from tools.benchmark.servers import Servers
 
 START_S = 120.0
 
@@ -37,15 +36,12 @@ def running(setting: Setting) -> Iterator[TorchWays]:
     directory = Path(setting.directory) / "torch"
     directory.mkdir(exist_ok=True)
     tiny.save(tiny.make(0), directory / "model")
-    rlctl, quiet = [sys.executable, "-m", "rlctl"], ["--log-level", "WARNING", ENDS]
-    with ExitStack() as stack:
-        journal = str(directory / "journal.db")
-        coordinator = announced(stack.enter_context(server([*rlctl, "coordinator", "--journal", journal, *quiet])))
-        engine = ["--engine", "torch", "--model-path", str(directory / "model"), "--coordinator", coordinator]
-        announced(stack.enter_context(server([*rlctl, "stage", "--slot", "a", *engine, *quiet])))
+    with Servers() as servers:
+        coordinator = servers.coordinator(directory)
+        engine = ("--engine", "torch", "--model-path", str(directory / "model"), "--coordinator", coordinator)
+        servers.rlctl("stage", "--slot", "a", *engine)
         with connect(coordinator) as fleet:
             fleet.generate(PROMPT, max_new_tokens=1, timeout_s=START_S)  # waits until the stage serves
             (known,) = fleet.status().stages
-        behind = ["--coordinator", coordinator, "--router-backend", "sglang-router"]
-        gateway = stack.enter_context(server([*rlctl, "gateway", *behind, *quiet]))
-        yield TorchWays(coordinator, known.registration.rollout_address, f"{told(gateway)['router']}/generate")
+        gateway = servers.rlctl("gateway", "--coordinator", coordinator, "--router-backend", "sglang-router")
+        yield TorchWays(coordinator, known.registration.rollout_address, f"{gateway['router']}/generate")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from rlctl.gateway.router.process import SglangRouter
 from rlctl.sdk.blocking import connect
 from tools.benchmark.figures import Setting
 from tools.benchmark.rollout.reply import TOKENS
-from tools.benchmark.servers import announced, server
+from tools.benchmark.servers import Servers, announced
 
 PROMPT = [4 + i % 12 for i in range(32)]  # also in the tiny model's vocabulary
 SAMPLING = {"max_new_tokens": len(TOKENS), "temperature": 1.0, "ignore_eos": True}
 BODY = {"input_ids": PROMPT, "sampling_params": SAMPLING}
 STREAM = {**BODY, "stream": True}
-ENDS = "--end-with-parent"
 
 
 @dataclass(frozen=True)
@@ -45,19 +43,14 @@ def running(setting: Setting) -> Iterator[Ways]:
     directory = Path(setting.directory) / "ways"
     directory.mkdir(exist_ok=True)
     (directory / "weights.txt").write_text("light")
-    rlctl = [sys.executable, "-m", "rlctl"]
-    light = [sys.executable, "-m", "tools.benchmark.rollout.light"]
-    quiet = ["--log-level", "WARNING", ENDS]
-    with ExitStack() as stack:
-        journal = str(directory / "journal.db")
-        coordinator = announced(stack.enter_context(server([*rlctl, "coordinator", "--journal", journal, *quiet])))
-        engine = ["--engine", "fake", "--model-path", str(directory), "--coordinator", coordinator]
-        stage = stack.enter_context(server([*light, "stage", "--slot", "a", *engine, *quiet]))
-        announced(stage)
-        backend = announced(stack.enter_context(server([sys.executable, "-m", "tools.benchmark.rollout.backend"])))
-        router = stack.enter_context(SglangRouter(policy="round_robin", log=directory / "router.log"))
+    with Servers() as servers:
+        coordinator = servers.coordinator(directory)
+        engine = ("--engine", "fake", "--model-path", str(directory), "--coordinator", coordinator)
+        servers.rlctl("stage", "--slot", "a", *engine, module="tools.benchmark.rollout.light")
+        backend = announced(servers.start("tools.benchmark.rollout.backend"))
+        router = servers.enter_context(SglangRouter(policy="round_robin", log=directory / "router.log"))
         router.set_workers([backend])
-        gateway = announced(stack.enter_context(server([*rlctl, "gateway", "--coordinator", coordinator, *quiet])))
+        gateway = servers.rlctl("gateway", "--coordinator", coordinator)["address"]
         with connect(coordinator) as fleet:
             fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until the stage serves
             (known,) = fleet.status().stages

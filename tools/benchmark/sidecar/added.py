@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.runtime import event_loops
 from tools.benchmark.figures import Reading, Setting
 from tools.benchmark.rounds import Spread, interleaved, median
-from tools.benchmark.servers import announced, cpu_s, post_all, server
+from tools.benchmark.servers import Servers, announced, cpu_s, post_all
 
 PROMPT = [5 + i % 1000 for i in range(512)]
 TOKENS = 128
@@ -48,11 +47,10 @@ class Pair:
 def running(setting: Setting) -> Iterator[Pair]:
     """Start an upstream and a sidecar, each a process."""
     del setting
-    with ExitStack() as stack:
-        upstream = stack.enter_context(server([sys.executable, "-m", "tools.benchmark.sidecar.upstream"]))
-        address = announced(upstream)
-        command = [sys.executable, "-m", "rlctl", "sidecar", "vllm", "--upstream", address, "--end-with-parent"]
-        sidecar = stack.enter_context(server([*command, "--coordinator", "nobody:1", "--log-level", "WARNING"]))
+    with Servers() as servers:
+        address = announced(servers.start("tools.benchmark.sidecar.upstream"))
+        command = ("sidecar", "vllm", "--upstream", address, "--coordinator", "nobody:1", "--log-level", "WARNING")
+        sidecar = servers.start("rlctl", *command, "--end-with-parent")
         yield Pair(f"{address}/inference/v1/generate", f"{announced(sidecar)}/generate", sidecar.pid)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from aiohttp import web
 
 from rlctl.runtime import event_loops
-from rlctl.runtime.server_process import announce, end_with_parent, stop_event
+from tools.benchmark.child import serve
 
 VOCABULARY = 32000
 CONTEXT = 8192
@@ -58,16 +57,5 @@ def application() -> web.Application:
     return app
 
 
-async def _main() -> None:
-    end_with_parent()
-    stop = stop_event()
-    runner = web.AppRunner(application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-    announce("upstream", address=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    await stop.wait()
-    await runner.cleanup()
-
-
 if __name__ == "__main__":
-    sys.exit(event_loops.run(_main()))
+    event_loops.run(serve("upstream", application()))
