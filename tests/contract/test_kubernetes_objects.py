@@ -152,6 +152,18 @@ def test_a_volume_shares_the_temporary_files_of_engine_and_stage_server(name: st
             assert {"/tmp", "/dev/shm"} < {path for _, path in shared}
 
 
+def test_an_engine_gets_a_gpu_for_each_rank_unless_the_values_say_otherwise() -> None:
+    models = {
+        spec["template"]["metadata"]["labels"]["rlctl/model"]: spec["template"]["spec"]
+        for spec in rendered("everything").named("StatefulSet").values()
+        if "rlctl/model" in spec["template"]["metadata"]["labels"]
+    }
+    limits = {name: containers(pod)[0]["resources"].get("limits") for name, pod in models.items()}
+    assert limits == {"actor": {"nvidia.com/gpu": 2, "rdma/ib": 1}, "reward": {"nvidia.com/gpu": 1}, "draft": None}
+    stage_servers = [pod["containers"][0].get("resources", {}) for name, pod in models.items() if name != "draft"]
+    assert not any("limits" in resources for resources in stage_servers)
+
+
 @each_case
 def test_probes_ask_ports_that_the_pod_has(name: str) -> None:
     for spec in rendered(name).workloads.values():
