@@ -314,10 +314,13 @@ class Healer:
             pass
 
     async def make_way_by_itself(self, model: str, verb: str, within_s: float) -> None:
-        """End a heal of a model that no caller requested, before a verb by name. The heal is retried."""
-        heal = self._holding(model)
-        if heal is not None and not heal.asked:
-            await heal.makes_way(f"{verb} goes first", within_s)
+        """End the heals of a model that no caller requested, before a verb by name. The heals are retried.
+
+        While one stage is healed, the next try for another stage may have begun.
+        """
+        while (heal := self._holding(model)) is not None and not heal.asked:
+            if not await heal.makes_way(f"{verb} goes first", within_s):
+                break
 
     def _holding(self, model: str) -> _Heal | None:
         """Return a heal with stages of a model, also while the heal is at a stage of a different model."""

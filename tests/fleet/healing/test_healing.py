@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from fleet_steps import dirty, restart_coordinator
+from journal_faults import at_write
 from updating import abort, begin, commit, digest, from_disk, join, refusal, restart, update, version_of, weights, write
+from waiting import eventually
 
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason
@@ -200,6 +202,31 @@ async def test_what_somebody_asks_for_does_not_wait_for_a_heal_that_nobody_asked
     assert (ended.error.reason, ended.error.message) == ("CANCELLED", "PauseGeneration goes first")
     await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].report.weight_version.label == "two")
     assert set(weights(fleet)) == {"two"}, "it is tried again"
+
+
+async def test_what_somebody_asks_for_waits_for_no_heal_of_another_stage_that_is_just_accepted(
+    fleet: InProcessFleet, checkpoint: Checkpoint
+) -> None:
+    await from_disk(fleet, checkpoint("two"), "two")
+    reading, going_on = held_read(fleet)
+    await restart(fleet, "b")
+    await fleet.until(lambda stages: stages[1].incarnation == 2 and stages[1].routable)
+    await restart(fleet, "a")
+    await reading.wait()
+    await restart(fleet, "b")
+    await fleet.until(lambda stages: stages[1].incarnation == 3 and stages[1].state == common.STAGE_STATE_STALE)
+    healer, accepted = fleet.server.coordinator.updates._healer, asyncio.Event()
+
+    async with at_write(fleet, lambda put: put.kind == "operation", before=accepted.wait):
+        healing = asyncio.ensure_future(healer.heal(HealStageRequest(slots=["b"]), None, asked=False))
+        await eventually(lambda: len(healer._heals) == 2)
+        pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
+        await asyncio.wait({pausing}, timeout=0.1)
+        going_on.set()
+        await asyncio.wait({pausing}, timeout=0.3)
+        accepted.set()
+        assert (await pausing).state == OPERATION_STATE_OK
+    await (await healing).ended.wait()
 
 
 async def test_a_heal_that_somebody_asked_for_is_named_to_who_is_in_its_way(
