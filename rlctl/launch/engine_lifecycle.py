@@ -28,6 +28,8 @@ REMIND_S = 10.0
 """Seconds in a phase until the first progress message. The interval then doubles with each message."""
 STEADY_S = 60.0
 """Seconds that an engine must be ready until the back-off is reset."""
+CAUSE_S = 5.0
+"""Longest wait for the failure of rank 0 after a follower has ended in order."""
 STALE_S = 2.0
 """Seconds in which a stage with the published version is admitted. An engine without a heal that is still STALE
 afterwards stays STALE.
@@ -119,6 +121,7 @@ class EngineRun:
         self._again_at = 0.0
         self._quiet_looks = 0
         self._told = False
+        self._orderly_end: float | None = None
         self._remind_s = REMIND_S
 
     # Requests of the controller.
@@ -126,6 +129,7 @@ class EngineRun:
     def start(self) -> None:
         """Start the followers, or rank 0 of an engine without followers."""
         spec = self.spec
+        self._orderly_end = None
         self._enter(Phase.STARTING)
         if spec.followers:
             total = f"{spec.ranks} ranks beside rank 0" if spec.nodes == 1 else f"{spec.nodes} nodes"
@@ -289,7 +293,18 @@ class EngineRun:
         self.processes.append(self._launcher.launch(self.spec, rank, self._coordinator, followers))
 
     def _ended(self) -> Launched | None:
-        return next((process for process in self.processes if process.returncode is not None), None)
+        """Return a process that has ended: one that failed, if any.
+
+        Followers end in order when rank 0 fails, a moment before rank 0 itself. Only rank 0 has the cause.
+        """
+        ended = [process for process in self.processes if process.returncode is not None]
+        failed = next((process for process in ended if process.returncode), None)
+        if failed is not None or not ended:
+            return failed
+        now = time.monotonic()
+        self._orderly_end = self._orderly_end or now
+        rank_zero_runs = any(p.name == self.spec.slot and p.returncode is None for p in self.processes)
+        return None if rank_zero_runs and now - self._orderly_end < CAUSE_S else ended[0]
 
     def _waits_for(self, stage: Stage | None) -> str:
         """Return the heal or update that a stale engine waits for, or "". A restart would not help."""

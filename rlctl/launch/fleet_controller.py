@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from rlctl.contract.errors import NotFound, Reason, RlctlError
 from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limits, Phase
@@ -26,7 +27,7 @@ from rlctl.launch.local.child_processes import STOP_S, stop_all
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.metrics_targets import MetricsTargets
 from rlctl.runtime import private_files
-from rlctl.runtime.addresses import split
+from rlctl.runtime.addresses import join, split
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.sdk.blocking import Fleet, connect
 from rlctl.transport.tls.authority import Authority
@@ -382,6 +383,8 @@ class LaunchedFleet:
         self.address = facts["address"]
         if "web_address" in facts:
             self._say(f"the page of the fleet is at {facts['web_address']}")
+            # The next coordinator takes the same port, as for its own address.
+            self._web = join(split(self._web, "web")[0], urlsplit(facts["web_address"]).port or 0)
         self._told_by_hand, self._told_slots = self._by_hand, slots
 
     def _renew_certificates(self) -> None:

@@ -73,6 +73,37 @@ def test_an_engine_that_nobody_heals_is_up_and_waits_for_a_heal_by_hand(clock: C
     assert run.phase is Phase.READY
 
 
+def test_the_cause_is_that_of_rank_zero_although_its_follower_ends_first(clock: Callable[[float], None]) -> None:
+    """Rank 0 cannot load, and tells its followers to end: `ended with 0` would be all that an operator sees."""
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    follower = children.all[-1]
+    follower.announce()
+    run.advance(None)
+    rank_zero = children.all[-1]
+    follower.returncode = 0
+    run.advance(None)
+    assert run.phase is Phase.LOADING
+    rank_zero.returncode = 2
+    run.advance(None)
+    assert run.phase is Phase.FAILED
+    assert run.error is not None
+    assert run.error.message.startswith("a ended with 2")
+
+
+def test_a_follower_that_ends_alone_is_a_failure(clock: Callable[[float], None]) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    brought_up(run, children)
+    children.all[0].returncode = 0
+    run.advance(READY)
+    assert run.phase is Phase.READY
+    clock(engine_lifecycle.CAUSE_S)
+    run.advance(READY)
+    assert run.error is not None
+    assert run.error.message.startswith("a.1 ended with 0")
+
+
 def test_an_engine_that_nothing_can_heal_waits_for_an_update(clock: Callable[[float], None]) -> None:
     children, said = Children(), []  # type: ignore[var-annotated]
     run = started(children, said, Limits(heal_s=5))
