@@ -24,6 +24,7 @@ PLACEHOLDERS = {
     "SLOT": "actor-0",
     "NAME": "math",
     "ID": "0",
+    "NUMBER": "4",
     "REASON": "STALE",
     "FILE": "examples/multi-model.yaml",
     "BACKUP": "README.md",

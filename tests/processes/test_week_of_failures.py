@@ -287,6 +287,7 @@ def test_a_trainer_dies_in_a_broadcast_while_another_one_wants_to_update(week: W
     week.update()  # the trainer, started again
 
 
+@pytest.mark.long
 def test_a_killed_rank_does_not_take_its_slot_out_of_sight(week: Week) -> None:
     row = Row("a rank or a stage process was killed")
     os.kill(week.pid(RANK), signal.SIGKILL)
@@ -416,6 +417,7 @@ def test_a_wrong_token_is_refused_and_on_record(week: Week, monkeypatch: pytest.
         assert answer.code == 401
 
 
+@pytest.mark.long
 def test_a_stopped_stage_is_replaced(week: Week) -> None:
     row = Row("a stage is stopped (SIGSTOP, suspended host, paging)")
     pid = week.pid(SINGLE)
@@ -443,6 +445,7 @@ def test_a_stopped_stage_is_replaced(week: Week) -> None:
     assert {stage["report"]["weight_version"]["label"] for stage in week.stages().values()} == {label}
 
 
+@pytest.mark.long
 def test_an_engine_without_its_checkpoint_is_given_up_and_the_others_go_on(week: Week) -> None:
     row, removed = Row("an engine does not load its checkpoint"), Row("a checkpoint was removed or moved")
     weights = week.checkpoint / "model.safetensors"
