@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from rlctl.client.admin import AsyncAdmin
 from rlctl.contract.durations import duration, seconds
@@ -31,7 +31,7 @@ from rlctl.trainer.bucket_plan import (
 from rlctl.trainer.member_streams import Members
 from rlctl.trainer.mismatch_report import blame_ranks, parts_in_question
 from rlctl.trainer.pending_update import UpdateState
-from rlctl.trainer.source_rank import STOP_S, Part, Ship, cut_off, detail, explained, refuse_unpublished, stopped
+from rlctl.trainer.source_rank import STOP_S, Ship, SourceRank, cut_off, detail, explained, refuse_unpublished, stopped
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
 from rlctl.v1.trainer_pb2 import Attempt, JoinResponse, Sent, Shipped
@@ -54,7 +54,6 @@ from rlctl.weights.shared_memory.sender import SHARES
 from rlctl.weights.tensor import buckets, finite
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.finite import local_values
-from rlctl.weights.tensor.placement import host_id
 from rlctl.weights.tensor.source import WeightSource, atomic_lists, spares_of
 from rlctl.weights.tensor.tensors import TensorMeta, from_proto
 
@@ -76,6 +75,16 @@ LINGERS_S = 1.0
 """Seconds that the store of an interrupted attempt stays open, for ranks on their way there."""
 
 
+class Store(Protocol):
+    """The meeting place of the members of new groups."""
+
+    def address(self, host: str) -> tuple[str, int]:
+        """Return the address for the other members, which reach this machine as ``host``."""
+
+    def close(self) -> None:
+        """Stop listening; formed groups are unaffected."""
+
+
 class Leading:
     """Runs the updates of a model in sequence."""
 
@@ -83,14 +92,19 @@ class Leading:
         self,
         fleet: AsyncAdmin,
         model: str,
-        part: Part,
+        part: SourceRank,
         members: Members,
         *,
         host: str,
         trainer: Trainer,
         bucket_bytes: int,
+        new_store: Callable[[str], Store] = GroupStore,
+        new_id: Callable[[], str] = new_uuid7,
     ) -> None:
-        """``part``: this process's :class:`Part`; ``host``: address of the store of new groups."""
+        """``part``: this process in the attempts; ``host``: address of the store of new groups.
+
+        ``new_store`` opens a store on a host, ``new_id`` draws a boot id: a simulation replaces both.
+        """
         self._fleet = fleet
         self._model = model
         self._part = part
@@ -98,6 +112,8 @@ class Leading:
         self._host = host
         self._trainer = trainer
         self._bucket_bytes = bucket_bytes
+        self._new_store = new_store
+        self._new_id = new_id
         self._state = UpdateState()
         self._going_on = False
         self._local = True
@@ -146,7 +162,7 @@ class Leading:
         self._local = local_values(source) is not None
         if self._part.source is not None:
             offers[self._part.source] = Offered(
-                source.metas(), atomic_lists(source), host_id(), self._part.room, spares_of(source)
+                source.metas(), atomic_lists(source), self._part.host_id, self._part.room, spares_of(source)
             )
         for offer in (await self._members.offers()).values():
             self._going_on |= offer.goes_on
@@ -362,7 +378,7 @@ class Leading:
         self._state.follow(plan)
         if not any(offered.metas for offered in wire):
             return [Sent()]
-        store = None if all(group.formed for group in plan.groups) else GroupStore(self._host)
+        store = None if all(group.formed for group in plan.groups) else self._new_store(self._host)
         host, port = ("", 0) if store is None else store.address(self._host)
         attempt = Attempt(
             number=self._next_pass(),
@@ -453,10 +469,10 @@ class Leading:
         own_attempt = asyncio.create_task(self._part.attempt(source, attempt, ship, self._state))
         shipping = asyncio.create_task(self._forward(attempt.number, ship))
         member_results = asyncio.create_task(self._members.sent(attempt.number))
-        tasks = {own_attempt, member_results} | ({fleet} if fleet is not None else set())
+        tasks: list[asyncio.Task[Any]] = [own_attempt, member_results, *([fleet] if fleet is not None else [])]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            causes = [cause for task in done if (cause := task.exception()) is not None]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            causes = [cause for task in tasks if task.done() and (cause := task.exception()) is not None]
             if causes and fleet is not None and all(cut_off(cause) for cause in causes):
                 # An interrupted broadcast of ours explains less than the ranks' next answer.
                 await asyncio.wait({fleet})
@@ -581,7 +597,7 @@ class Leading:
 
     def _renew_identity(self) -> None:
         """Draw a new boot id, so that the coordinator reuses no group. Groups are kept under an unchanged boot id."""
-        self._trainer.boot_id = new_uuid7()
+        self._trainer.boot_id = self._new_id()
 
 
 def _worth_retrying(error: RlctlError) -> bool:

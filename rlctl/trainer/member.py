@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError, from_detail
 from rlctl.trainer.member_streams import Lead
 from rlctl.trainer.pending_update import UpdateState
-from rlctl.trainer.source_rank import Part, cut_off, detail, explained, refuse_unpublished, stopped
+from rlctl.trainer.source_rank import SourceRank, cut_off, detail, explained, refuse_unpublished, stopped
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import JoinResponse, Offer, Sent, Shipment
@@ -27,7 +27,7 @@ _SAYS_LITTLE = (
 
 
 async def follow(
-    lead: Lead, part: Part, source: WeightSource, version: str, update: int, state: UpdateState
+    lead: Lead, part: SourceRank, source: WeightSource, version: str, update: int, state: UpdateState
 ) -> tuple[Operation, Sent]:
     """Take part in an update and return the ended operation and this rank's results.
 

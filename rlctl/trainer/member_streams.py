@@ -90,7 +90,7 @@ class Members:
         if tls is not None:
             tls.require(Role.TRAINER, Role.COORDINATOR)
         token = secrets.token_urlsafe(32)
-        handler = generic_handler(SERVICE, {"Join": serve_links(self._listen)})
+        handler = generic_handler(SERVICE, {"Join": serve_links(self.listen)})
         self._server = GrpcServer([(SERVICE, handler)], token=token, tls=tls)
         return await self._server.start(join_address(host, 0)), token
 
@@ -208,7 +208,8 @@ class Members:
         self._news.clear()
         await self._news.wait()
 
-    async def _listen(self, link: ServedLink) -> None:
+    async def listen(self, link: ServedLink) -> None:
+        """Serve the stream of a member until its end."""
         rank = 0
         try:
             async for message in link.receive():

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -58,6 +58,27 @@ HANGS_S = 10.0
 """A pass without a tensor for so many seconds hangs in the trainer's own collectives."""
 
 
+class SourceRank(Protocol):
+    """The interface of a trainer process in the updates of a model: :class:`Part`, or a simulated process."""
+
+    source: int | None
+    """Number of this source; None: the process sends nothing."""
+
+    @property
+    def host_id(self) -> str:
+        """Return the id of the host, by which ranks with shared memory are found."""
+
+    @property
+    def room(self) -> int | None:
+        """Return the bytes for segments in the host's shared memory; None: no limit."""
+
+    def describe(self, weights: WeightSource, version: str, source: int) -> Offer:
+        """Return this process's offer to an update as a source."""
+
+    async def attempt(self, weights: WeightSource, attempt: Attempt, ship: Ship, state: UpdateState) -> Sent:
+        """Run this process's part of an attempt; see :meth:`Part.attempt`."""
+
+
 class Part:
     """A trainer process in the updates of a model. Keeps groups, one per backend, between updates."""
 
@@ -86,6 +107,11 @@ class Part:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.close()
+
+    @property
+    def host_id(self) -> str:
+        """Return the id of this host; see :func:`rlctl.weights.tensor.placement.host_id`."""
+        return host_id()
 
     @property
     def room(self) -> int | None:

@@ -52,7 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines/rlctl_sglang": ENGINE | {"rlctl_servers"},
     "engines/rlctl_torch": ENGINE,
     "engines/rlctl_vllm": ENGINE | {"rlctl_servers", "rlctl.sglang_api"},
-    "tests/simulator": SERVER | {"rlctl.coordinator", "rlctl.stage", "rlctl.worker"},
+    "tests/simulator": SERVER
+    | {"rlctl.client", "rlctl.coordinator", "rlctl.stage", "rlctl.trainer", "rlctl.weights", "rlctl.worker"},
     "tools/benchmark": ANY | {"rlctl_servers", "rlctl_torch", "rlctl_vllm"},
     "tools/reference": ANY,
 }

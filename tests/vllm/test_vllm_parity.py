@@ -12,7 +12,7 @@ from rlctl.demo.tiny import encode
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as v
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]  # starts an SGLang server for a few tests
 
 
 def whole(driver: Driver, request: rollout.GenerateRequest) -> tuple[rollout.GenerateResponse, rollout.Sample]:

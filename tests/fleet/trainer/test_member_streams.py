@@ -48,7 +48,7 @@ class Trainer:
             ours: Any = MemoryLink()
             theirs.peer, ours.peer = ours, theirs
             self.links[rank] = theirs
-            self._tasks.append(asyncio.create_task(self.members._listen(ours)))
+            self._tasks.append(asyncio.create_task(self.members.listen(ours)))
             self.ranks[rank] = Lead(rank, theirs)
 
     def come(self, rank: int, version: str) -> asyncio.Task[JoinResponse]:

@@ -13,7 +13,7 @@ from rlctl.contract.errors import RlctlError
 from rlctl.v1 import update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader, Target
 from tests.simulator.callers.operators_and_clients import MODES, Caller
-from tests.simulator.callers.trainer_send import all_of
+from tests.simulator.callers.trainer_ranks import all_of
 from tests.simulator.model.rank_weights import ADAPTER_NAMES, NAMES, contents
 from tests.simulator.ports.process_groups import Tensors
 from tests.simulator.ports.shared_memory import TRAINERS_HOST

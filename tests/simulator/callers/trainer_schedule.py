@@ -1,4 +1,4 @@
-"""Schedule of trainers: one per model, updates in sequence, and a newer trainer for a fenced trainer."""
+"""Schedule of trainers: one per model, updates in sequence, and a newer trainer for one that ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 
 from rlctl.contract.errors import Reason, RlctlError
 from tests.simulator.callers.trainer import Trainer
+from tests.simulator.callers.trainer_ranks import SourceError
 from tests.simulator.processes.fleet import Fleet
 
 
@@ -38,13 +39,15 @@ class Trainers:
                 self._sim.counts.operations += 1
                 try:
                     await trainer.update(tag, chance)
-                except RlctlError as error:
-                    if error.reason is Reason.TRAINER_FENCED:
-                        self._outdated(trainer)
+                except (RlctlError, SourceError) as error:
+                    self._sim.observer.note(f"{tag} failed: {error}")
+                    reason = error.reason if isinstance(error, RlctlError) else None
+                    if reason in (Reason.TRAINER_FENCED, Reason.TRAINER_RANK_LOST):
+                        self._replace(trainer)
                         return
             await asyncio.sleep(chance.uniform(0.5, 8))
 
-    def _outdated(self, trainer: Trainer) -> None:
-        """Start a newer trainer for a fenced trainer, unless the fenced trainer has been replaced already."""
+    def _replace(self, trainer: Trainer) -> None:
+        """Start a newer trainer for one that is fenced or has lost a rank, unless it has been replaced already."""
         if self.running[trainer.model] is trainer:
             self.start(trainer.model, trainer.incarnation + 2)

@@ -411,11 +411,17 @@ class Faults:
         running = self._trainers.running
         return running[chance.choice(sorted(running))] if running else None
 
+    def _rank(self, trainer: Trainer) -> Node:
+        """Draw a process of a trainer, rank 0 most often."""
+        chance = self._sim.world.chance(f"rank of {trainer.node.name} at {self._sim.world.now}")
+        return trainer.node if chance.random() < 0.6 else chance.choice(trainer.nodes)
+
     def _kill_trainer(self, chance: random.Random) -> None:
         trainer = self._trainer(chance)
         if trainer is not None:
-            self._note(f"the trainer of {trainer.model} is killed")
-            trainer.node.kill()
+            node = self._rank(trainer)
+            self._note(f"{node.name} is killed")
+            node.kill()
             if chance.random() < 0.7:
                 newer = chance.randint(-1, 1)
                 self._timer.later(chance.uniform(0.2, 10), self._restart_trainer, trainer, newer)
@@ -427,7 +433,7 @@ class Faults:
     def _stop_trainer(self, chance: random.Random) -> None:
         trainer = self._trainer(chance)
         if trainer is not None:
-            self._stop(trainer.node, chance.uniform(1, 40))
+            self._stop(self._rank(trainer), chance.uniform(1, 40))
 
     def _replace_trainer(self, chance: random.Random) -> None:
         """Replace a stopped trainer that is still alive."""

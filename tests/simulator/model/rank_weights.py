@@ -10,10 +10,11 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from rlctl.contract.digests import with_key
+from rlctl.contract.digests import KEYED_DIGITS, SHA256_DIGITS
 from rlctl.contract.errors import Reason
 from rlctl.v1 import verbs_pb2 as verbs
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
+from rlctl.weights.tensor.digest import combine
 from tests.simulator.ports.process_groups import Tensors
 
 NAMES = ("embed", "layer.0", "layer.1", "head")
@@ -24,14 +25,14 @@ ADAPTER_NAMES = ("lora.a", "lora.b")
 
 
 def digest(tensors: Tensors, key: bytes = b"") -> str:
-    """Digest of full tensors."""
-    text = "\n".join(f"{name}={tensors[name]}" for name in sorted(tensors))
-    return with_key(hashlib.sha256(key + text.encode()).hexdigest(), key)
+    """Digest of full tensors, formed as by trainers and engines."""
+    return combine(digests(tensors, key), key)
 
 
 def digests(tensors: Tensors, key: bytes = b"") -> dict[str, str]:
     """Digest of each tensor, hex, by name."""
-    return {name: hashlib.sha256(key + content.encode()).hexdigest() for name, content in tensors.items()}
+    digits = KEYED_DIGITS if key else SHA256_DIGITS
+    return {name: hashlib.sha256(key + content.encode()).hexdigest()[:digits] for name, content in tensors.items()}
 
 
 def probed(tensors: Tensors, prompts: Iterable[verbs.ProbePrompt]) -> list[verbs.ProbePrompt]:
