@@ -54,6 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "disable": ("rlctl.cli.commands.enable", "Route nothing to stages."),
     "admit": ("rlctl.cli.commands.admit", "Admit slots that are not in the topology."),
     "take-over": ("rlctl.cli.commands.take_over", "Take charge of stages that obey another coordinator."),
+    "min-healthy": ("rlctl.cli.commands.min_healthy", "Show or set how many stages of a model must stay routable."),
     "drain": ("rlctl.cli.commands.drain", "Disable stages, and wait until they are idle."),
     "restart": ("rlctl.cli.commands.restart", "Drain engines that `up` started, and start them again."),
     "logs": ("rlctl.cli.commands.logs", "Show the log of a process that `up` started; -f follows it."),

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 from google.protobuf.message import Message
 
 from rlctl.client.connection import Connection
+from rlctl.contract import min_healthy
 from rlctl.contract.digests import as_verified
 from rlctl.contract.durations import duration
 from rlctl.contract.enums import number
@@ -332,10 +333,22 @@ class AsyncAdmin:
         return operation
 
     async def set_enabled(
-        self, slots: Sequence[str], enabled: bool, *, reason: str = "", validate_only: bool = False
+        self,
+        slots: Sequence[str],
+        enabled: bool,
+        *,
+        reason: str = "",
+        force: bool = False,
+        validate_only: bool = False,
     ) -> Fleet:
-        """Enable or disable stages for routing. ``reason``: shown while the stages are disabled."""
-        request = coordinator_pb2.SetStageEnabledRequest(slots=_listed(slots), enabled=enabled, reason=reason)
+        """Enable or disable stages for routing. ``reason``: shown while the stages are disabled.
+
+        Raises MIN_HEALTHY for a disable that leaves fewer stages routable than the model's ``min_healthy``, unless
+        ``force``.
+        """
+        request = coordinator_pb2.SetStageEnabledRequest(
+            slots=_listed(slots), enabled=enabled, reason=reason, force=force
+        )
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetStageEnabled", request, READ_S)
         return fleet
@@ -409,17 +422,18 @@ class AsyncAdmin:
         slots: Sequence[str],
         *,
         reason: str = "",
+        force: bool = False,
         timeout_s: float = DRAIN_S,
         on_busy: Callable[[dict[str, str]], object] = lambda _: None,
     ) -> Fleet:
         """Disable stages, and wait until all are idle; no request is aborted. Returns the fleet.
 
         ``on_busy`` is called with the result of every poll (:meth:`busy`). Raises DEADLINE_EXCEEDED for stages that are
-        still busy; they stay disabled.
+        still busy; they stay disabled. Raises MIN_HEALTHY as :meth:`set_enabled`.
         """
         loop = asyncio.get_running_loop()
         deadline, busy, idle_count = loop.time() + timeout_s, dict[str, str](), 0
-        await self.set_enabled(slots, False, reason=reason)
+        await self.set_enabled(slots, False, reason=reason, force=force)
         while idle_count < QUIET_LOOKS:
             if loop.time() > deadline:
                 causes = "; ".join(f"{slot}: {why}" for slot, why in busy.items()) or "polled too few times"
@@ -437,8 +451,8 @@ class AsyncAdmin:
         """Remove a slot from the roster. A stage that still fills the slot registers again by itself.
 
         ``boot_id``: remove only if this process fills the slot; "": the process that fills the slot at the call.
-        ``force``: also if the slot is a target of an open update. Raises INCARNATION_FENCED if another process fills
-        the slot.
+        ``force``: also if the slot is a target of an open update, or if fewer stages than the model's ``min_healthy``
+        remain routable. Raises INCARNATION_FENCED if another process fills the slot.
         """
         if not boot_id:
             # A repeat after a lost answer must not remove a process that has registered since.
@@ -472,6 +486,16 @@ class AsyncAdmin:
         """Heal a model's stages automatically, or only on request (``by_hand``), until the coordinator restarts."""
         request = coordinator_pb2.SetHealingRequest(model=model, by_hand=by_hand)
         fleet: Fleet = await self.connection.call("SetHealing", request, READ_S)
+        return fleet
+
+    async def set_min_healthy(self, model: str, limit: str, *, validate_only: bool = False) -> Fleet:
+        """Set the number of a model's stages that voluntary disruptions leave routable: "2", "50%", or "0" for none.
+
+        Raises FIELD_INVALID, MODEL_NOT_FOUND.
+        """
+        request = coordinator_pb2.SetMinHealthyRequest(model=model, min_healthy=min_healthy.parse(limit))
+        request.header.validate_only = validate_only
+        fleet: Fleet = await self.connection.call("SetMinHealthy", request, READ_S)
         return fleet
 
 

@@ -46,6 +46,7 @@ COORDINATOR_RPCS: Mapping[str, tuple[Scope, ...]] = {
     "AdmitSlots": _ADMIN,
     "TakeOverStages": _ADMIN,
     "SetHealing": _ADMIN,
+    "SetMinHealthy": _ADMIN,
     "HealStage": _ADMIN,
     "BackupJournal": _ADMIN,
 }
@@ -54,7 +55,7 @@ COORDINATOR_RPCS: Mapping[str, tuple[Scope, ...]] = {
 AUDITED = frozenset(
     {
         *("AbortWeightUpdate", "CancelOperation", "DeregisterStage"),
-        *("SetStageEnabled", "AdmitSlots", "TakeOverStages", "SetHealing", "BackupJournal"),
+        *("SetStageEnabled", "AdmitSlots", "TakeOverStages", "SetHealing", "SetMinHealthy", "BackupJournal"),
     }
 )
 """RPCs of the coordinator that are audited without being operations. Every operation is audited."""

@@ -408,6 +408,12 @@ class Reason(enum.Enum):
         "No source of the published version is known.",
         "The trainer's next full update reaches the stage; or `rlctl heal --checkpoint DIR`.",
     )
+    MIN_HEALTHY = (
+        PreconditionFailed,
+        "Fewer stages of a model than its min_healthy would remain routable.",
+        "Repeat the call when more stages are routable; `rlctl min-healthy` shows and changes the limit, and --force "
+        "passes over it.",
+    )
     QUORUM_NOT_MET = (
         PreconditionFailed,
         "Too few targets confirmed.",

@@ -632,6 +632,8 @@ def _enabled(request: coordinator_pb2.SetStageEnabledRequest) -> None:
     _required(request.slots, "slots")
     if request.enabled and request.reason:
         raise Reason.FIELD_CONFLICT.error("reason says why stages are disabled", field="reason")
+    if request.enabled and request.force:
+        raise Reason.FIELD_CONFLICT.error("force is for a disable", field="force")
 
 
 @_rule(coordinator_pb2.ReportEngineFailureRequest)
@@ -665,6 +667,13 @@ def _versions(request: coordinator_pb2.ListVersionsRequest) -> None:
 @_rule(coordinator_pb2.SetHealingRequest)
 def _healing(request: coordinator_pb2.SetHealingRequest) -> None:
     _required(request.model, "model")
+
+
+@_rule(coordinator_pb2.SetMinHealthyRequest)
+def _min_healthy(request: coordinator_pb2.SetMinHealthyRequest) -> None:
+    _required(request.model, "model")
+    if request.min_healthy.percent > 100:
+        raise _invalid(f"percent is {request.min_healthy.percent}, at most 100", "min_healthy.percent")
 
 
 @_rule(coordinator_pb2.ReserveRequestIdRequest)

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, typed
 from rlctl.contract.verbs import offered_by
+from rlctl.coordinator.fleet import disruptions
 from rlctl.coordinator.fleet.observer import Observer
 from rlctl.coordinator.fleet.roster import ModelState, Slot
 from rlctl.coordinator.service import Coordinator
@@ -124,6 +125,8 @@ class CoordinatorMetrics(Observer):
             yield m.RUNNING_OPERATIONS, (verb,), count
         for model in roster.models.values():
             yield from _of_model(model)
+            yield m.MIN_HEALTHY, (model.record.name,), roster.min_healthy(model)
+            yield m.HEALTHY, (model.record.name,), len(disruptions.healthy(roster, model))
         listed = [slot for slot in roster.slots.values() if slot.listed]
         for (model_name, state), count in Counter((slot.model, _state_of(slot)) for slot in listed).items():
             yield m.STAGES, (model_name, state), count

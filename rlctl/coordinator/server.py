@@ -262,6 +262,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
         "AdmitSlots": coordinator.admit_slots,
         "TakeOverStages": coordinator.take_over_stages,
         "SetHealing": coordinator.set_healing,
+        "SetMinHealthy": coordinator.set_min_healthy,
         "ConfirmFleet": coordinator.confirm_fleet,
         "HealStage": coordinator.heal_stage,
     }

@@ -21,7 +21,7 @@ from rlctl.contract.scopes import calling
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.audit import KEPT_S, Audit
-from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_keyed_check, refuse_unpaused
 from rlctl.coordinator.fleet.observer import Observer
@@ -49,7 +49,7 @@ from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.control_pb2 import Attach, Attached, ControlRequest, ControlResponse
 from rlctl.v1.fleet_pb2 import Fleet, FleetEvent, StageRegistration
-from rlctl.v1.journal_pb2 import FleetRecord, OperationRecord
+from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord, OperationRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, ExcludedStage, Operation
 from rlctl.v1.update_pb2 import (
     AbortWeightUpdateRequest,
@@ -614,9 +614,10 @@ class Coordinator:
                 # Otherwise an update in planning could have the stage as a target.
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
-            if not request.boot_id:  # not the stage itself: the slot is given up
-                slot.engine_failure = None
-            await self.roster.retire(slot)
+            with disruptions.disrupting(self.roster, [slot], force=request.force or request.leaves):
+                if not request.boot_id:  # not the stage itself: the slot is given up
+                    slot.engine_failure = None
+                await self.roster.retire(slot)
             slot.gone = slot.gone or request.leaves
         if slot.commander is not None:
             await slot.commander.close()
@@ -646,11 +647,14 @@ class Coordinator:
         """Set the operator's mark on stages."""
         check(request)
         slots = [self.roster.slot(name, f"slots[{index}]") for index, name in enumerate(request.slots)]
-        if not request.header.validate_only:
-            now = self._clock.wall()
-            await self.roster.change(slots, lambda record: enable(record, request.enabled, request.reason, now))
+        now = self._clock.wall()
+        with contextlib.ExitStack() as changing:
             if not request.enabled:
-                await self.roster.told({slot.model for slot in slots})
+                changing.enter_context(disruptions.disrupting(self.roster, slots, force=request.force))
+            if not request.header.validate_only:
+                await self.roster.change(slots, lambda record: enable(record, request.enabled, request.reason, now))
+        if not request.enabled and not request.header.validate_only:
+            await self.roster.told({slot.model for slot in slots})
         return self.roster.fleet()
 
     async def report_engine_failure(self, request: rpc.ReportEngineFailureRequest) -> rpc.ReportEngineFailureResponse:
@@ -708,6 +712,21 @@ class Coordinator:
         check(request)
         if not request.header.validate_only:
             self.updates.set_healing(request.model, by_hand=request.by_hand)
+        return self.roster.fleet()
+
+    async def set_min_healthy(self, request: rpc.SetMinHealthyRequest) -> Fleet:
+        """Set the limit of the voluntary disruptions of a model."""
+        check(request)
+        model = self.roster.model(request.model)
+        if not request.header.validate_only:
+            async with self.roster.publishing:
+                record = ModelRecord()
+                record.CopyFrom(model.record)
+                record.min_healthy.CopyFrom(request.min_healthy)
+                await self._journal.write([model_put(record)])
+                model.record.ClearField("min_healthy")  # in place, since groups of the record may change meanwhile
+                model.record.MergeFrom(ModelRecord(min_healthy=request.min_healthy))
+            self.roster.changed()
         return self.roster.fleet()
 
     async def heal_stage(self, request: rpc.HealStageRequest) -> Operation:

@@ -55,6 +55,7 @@ class Deployment:
         reserved: room for placeholders.
         gateways: HTTP gateways.
         heal_by_hand: models with engines healed only on request.
+        min_healthy: engines that voluntary disruptions leave routable, as "2" or "50%", by model.
         owner_grace_s: seconds of silence of an update's owner after a failed write.
         heal_grace_s: seconds that a DIRTY engine waits for the next update before a heal.
         metrics: the processes serve metrics.
@@ -77,6 +78,7 @@ class Deployment:
     reserved: tuple[Reservation, ...] = ()
     gateways: tuple[GatewaySpec, ...] = ()
     heal_by_hand: tuple[str, ...] = ()
+    min_healthy: Mapping[str, str] = field(default_factory=dict)
     owner_grace_s: float = 5.0
     heal_grace_s: float = 60.0
     metrics: bool = False

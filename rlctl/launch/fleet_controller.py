@@ -18,6 +18,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
+from rlctl.contract import min_healthy
 from rlctl.contract.errors import NotFound, Reason, RlctlError
 from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
@@ -71,6 +72,7 @@ class LaunchedFleet:
         reserved: Sequence[Reservation] = (),
         gateways: Sequence[GatewaySpec] = (),
         heal_by_hand: Sequence[str] = (),
+        min_healthy: Mapping[str, str] = MappingProxyType({}),
         graces: Mapping[str, float] = MappingProxyType({}),
         new: bool = False,
         metrics: bool = False,
@@ -84,7 +86,8 @@ class LaunchedFleet:
         ``on_progress`` gets lines of progress. ``module``: module of the processes in place of ``rlctl``, with at least
         the same functions. ``launcher``: launcher of the engines; None for this machine. Coordinator and ``gateways``
         always run on this machine. ``reserved``: room to keep free. ``heal_by_hand``: models whose engines stay STALE
-        until a heal on request. ``graces``: seconds by option of the coordinator. ``metrics``: the coordinator serves
+        until a heal on request. ``min_healthy``: engines that voluntary disruptions leave routable, as "2" or "50%", by
+        model. ``graces``: seconds by option of the coordinator. ``metrics``: the coordinator serves
         metrics; for other processes the specs decide. ``web``: address of the coordinator's web page; "": no page.
         ``authority``: issuer of the certificates of all processes, also for renewals; None for plain text.
         """
@@ -97,6 +100,15 @@ class LaunchedFleet:
         self._by_hand = frozenset(heal_by_hand)
         self._told_by_hand = self._by_hand
         """Models to heal by hand, as the coordinator knows them."""
+        self._min_healthy = dict(min_healthy)
+        self._told_min_healthy: dict[str, str] = {}
+        """Limits that the coordinator has journaled since the start of this fleet, "" for none, by model."""
+        self._resumed = False
+        """Whether the journal is that of an earlier supervisor, and may have other limits."""
+        self._refused: dict[str, RlctlError] = {}
+        """Drains that min_healthy refuses now, by slot."""
+        self._forced: set[str] = set()
+        """Slots that are drained in spite of min_healthy."""
         self._told_slots: set[str] = set()
         """Slots that the coordinator admits."""
         self.engines = _placed(engines)
@@ -146,7 +158,7 @@ class LaunchedFleet:
         try:
             private_files.make_directory(self.directory)
             self._launcher.make_room(self.engines, self._reserved)
-            resumed = self.journal.exists() and not self._new
+            resumed = self._resumed = self.journal.exists() and not self._new
             self._start_coordinator(self._listen, new=self._new)
             self._say(f"coordinator at {self.address}")
             if resumed:
@@ -220,16 +232,23 @@ class LaunchedFleet:
         heal_by_hand: Sequence[str] = (),
         limits: Limits | None = None,
         restarted: Collection[str] = (),
+        *,
+        force: bool = False,
+        min_healthy: Mapping[str, str] | None = None,
     ) -> None:
         """Set the engines of the fleet; :meth:`look` takes the steps.
 
         An engine with an unchanged spec keeps running, and a failed engine is retried at once. ``limits`` also apply to
-        running engines; None keeps the present limits. ``restarted``: slots of engines to drain and start again, also
-        unchanged. Raises STAGE_NOT_FOUND and the launcher's refusal, without any change.
+        running engines; None keeps the present limits. So does ``min_healthy``. ``restarted``: slots of engines to
+        drain and start again, also unchanged; with ``force`` also below min_healthy. Raises STAGE_NOT_FOUND,
+        MIN_HEALTHY if an engine could never be replaced, and the launcher's refusal, without any change.
         """
         specs = _placed(engines)
         _refuse_absent(restarted, [spec.slot for spec in specs])
+        limits_of_models = self._min_healthy if min_healthy is None else dict(min_healthy)
+        self._refuse_unable(specs, limits_of_models, () if force else restarted)
         self._launcher.make_room(specs, reserved)
+        self._min_healthy = limits_of_models
         self.engines = specs
         self.limits = limits or self.limits
         self.gateways.wanted, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
@@ -242,7 +261,9 @@ class LaunchedFleet:
             run = self.runs.get(spec.slot)
             if run is not None and run.phase is Phase.FAILED and run.spec.differs(spec):
                 run.stop()  # nothing to drain
+        self._refused.clear()  # to be reported again
         self._replacing |= set(restarted) & self.runs.keys()
+        self._forced |= set(restarted) & self.runs.keys() if force else set()
 
     @property
     def settled(self) -> bool:
@@ -251,7 +272,8 @@ class LaunchedFleet:
         engines = self.runs.keys() == specs.keys() and all(
             run.phase in UP and not run.spec.differs(specs[slot]) for slot, run in self.runs.items()
         )
-        return engines and not self._replacing and self.gateways.settled and self._told_by_hand == self._by_hand
+        told = self._told_by_hand == self._by_hand and not self._untold_limits()
+        return engines and not self._replacing and self.gateways.settled and told
 
     @property
     def all_ended(self) -> bool:
@@ -296,6 +318,7 @@ class LaunchedFleet:
             if run.phase is Phase.GONE:
                 del self.runs[slot]
                 self._replacing.discard(slot)
+                self._forced.discard(slot)
                 self._say(f"{slot}: stopped")
                 if spec is None:
                     self._dismiss_absent()  # a failed engine did not deregister
@@ -328,12 +351,39 @@ class LaunchedFleet:
         """Disable the slot before the drain."""
         slot = run.spec.slot
         if run.phase is Phase.READY and slot in stages:
-            if not stages[slot].enabled or self._asked(
-                lambda client: client.set_enabled([slot], False, reason=REPLACED)
-            ):
+            if not stages[slot].enabled or self._asked(lambda client: self._disable(client, slot)):
                 run.drain()
         else:
             run.drain()
+
+    def _disable(self, client: Fleet, slot: str) -> None:
+        """Disable a slot for a drain. A refusal is reported once, and repeated at the next step."""
+        try:
+            client.set_enabled([slot], False, reason=REPLACED, force=slot in self._forced)
+        except RlctlError as error:
+            if error.reason is Reason.MIN_HEALTHY and slot not in self._refused:
+                self._refused[slot] = error
+                self._say(f"{slot}: waits for its drain: {error.message}")
+            raise
+        self._refused.pop(slot, None)
+
+    def _refuse_unable(
+        self, specs: Sequence[EngineSpec], limits: Mapping[str, str], restarted: Collection[str]
+    ) -> None:
+        """Raise MIN_HEALTHY if a model has too few engines for the replacement of one that serves."""
+        ready = {slot: run for slot, run in self.runs.items() if run.phase is Phase.READY}
+        replaced = [spec for spec in specs if spec.slot in ready]
+        replaced = [spec for spec in replaced if spec.slot in restarted or ready[spec.slot].spec.differs(spec)]
+        for model in sorted({spec.model for spec in replaced}):
+            engine_count = sum(spec.model == model for spec in specs)
+            text = limits.get(model, "")
+            if min_healthy.limit(min_healthy.parse(text or "0"), engine_count) < engine_count:
+                continue
+            raise Reason.MIN_HEALTHY.error(
+                f"{model} has {engine_count} engines and min_healthy {text}: none of them can be replaced",
+                field="min_healthy",
+                next_step="Add an engine or lower min_healthy in the topology file; or `rlctl restart SLOT --force`.",
+            )
 
     def _enable(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         slot = run.spec.slot
@@ -408,6 +458,16 @@ class LaunchedFleet:
             by_hand = model in self._by_hand
             if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
                 self._told_by_hand ^= {model}
+        for model, text in self._untold_limits().items():
+            if self._asked(lambda client, model=model, text=text: client.set_min_healthy(model, text or "0")):  # type: ignore[misc]
+                self._told_min_healthy[model] = text
+
+    def _untold_limits(self) -> dict[str, str]:
+        """Return the limits of models with a registered engine that the coordinator has yet to journal, by model."""
+        models = {run.spec.model for run in self.runs.values() if run.phase in UP}
+        limits = {model: self._min_healthy.get(model, "") for model in models}
+        unknown = "?" if self._resumed else ""
+        return {model: text for model, text in limits.items() if self._told_min_healthy.get(model, unknown) != text}
 
     def _announce_resumed(self) -> None:
         """Announce the published versions of the journal: engines that start with other weights serve nothing."""
@@ -438,6 +498,11 @@ class LaunchedFleet:
         for run in self.runs.values():
             if run.error is not None:
                 raise run.error
+        for slot, error in self._refused.items():
+            engine_count = sum(spec.model == error.metadata["model"] for spec in self.engines)
+            if engine_count <= int(error.metadata["limit"]):  # no wait helps
+                self._replacing.discard(slot)
+                raise error
         for error in self.gateways.errors.values():
             raise error
 

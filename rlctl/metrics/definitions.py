@@ -145,6 +145,18 @@ PUBLISH_TIME = _gauge(
 OPEN_UPDATE = _gauge(
     "rlctl_model_update_open", "1 while an update or a heal of the model is open.", COORDINATOR, "model"
 )
+MIN_HEALTHY = _gauge(
+    "rlctl_model_min_healthy",
+    "Stages that voluntary disruptions of the model leave routable; 0: no limit.",
+    COORDINATOR,
+    "model",
+)
+HEALTHY = _gauge(
+    "rlctl_model_healthy_stages",
+    "Routable stages of the model, compared with its min_healthy.",
+    COORDINATOR,
+    "model",
+)
 STAGES = _gauge("rlctl_stages", "Stages in each state.", COORDINATOR, "model", "state")
 STAGE_STATE = _gauge("rlctl_stage_state", "1 for the state of the stage.", COORDINATOR, "model", "slot", "state")
 ROUTABLE = _gauge("rlctl_stage_routable", "1 if generation may go to the stage.", COORDINATOR, "model", "slot")

@@ -176,6 +176,7 @@ class Fleet(_OnLoop[AsyncFleet]):
     admit = _blocking(AsyncFleet.admit)
     take_over = _blocking(AsyncFleet.take_over)
     set_healing = _blocking(AsyncFleet.set_healing)
+    set_min_healthy = _blocking(AsyncFleet.set_min_healthy)
 
     def engine(self, slot: str) -> Engine:
         """Return an engine with the method names of SGLang's own API. Raises STAGE_NOT_FOUND."""

@@ -9,6 +9,7 @@ from rlctl.topology.schema import FILE, MOST, Key
 _TYPES: dict[str, dict[str, Any]] = {
     "string": {"type": "string", "minLength": 1},
     "integer": {"type": "integer"},
+    "share": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%?$"},
     "number": {"type": "number"},
     "boolean": {"type": "boolean"},
     "strings": {"type": "array", "items": {"type": "string"}},

@@ -12,6 +12,8 @@ import posixpath
 from collections import Counter
 from collections.abc import Sequence
 
+from rlctl.contract import min_healthy
+from rlctl.contract.errors import RlctlError
 from rlctl.launch.interface.spec import LOAD_S, EngineSpec
 from rlctl.topology.context import Context, Engines, is_host
 from rlctl.topology.document import Node
@@ -207,6 +209,7 @@ class _Resolver:
             dtype=model.get("dtype", "auto"),
             weight_version=model.get("weight_version", ""),
             heals_itself=model.get("healing", "automatic") == "automatic",
+            min_healthy=self._min_healthy(model, sum(group.engines for group in groups)),
             router_policy=self._context.flags.router_policy
             or model.get("router_policy")
             or self._context.fleet.get("router_policy", ""),
@@ -217,6 +220,18 @@ class _Resolver:
             line=model.line,
             path=model.path,
         )
+
+    def _min_healthy(self, model: Section, engine_count: int) -> str:
+        """Return the limit of the model, which its engines must be able to keep; "": no limit."""
+        text: str = model.get("min_healthy", "")
+        try:
+            minimum = min_healthy.parse(text or "0")
+        except RlctlError as error:
+            self._complain(model, "min_healthy", error.message)
+            return ""
+        if min_healthy.limit(minimum, engine_count) > engine_count:
+            self._complain(model, "min_healthy", f"it is {text}, and the model has {engine_count} engines")
+        return min_healthy.words(minimum)
 
     def _default_gateway(self) -> str:
         host: str = self._context.flags.gateways or self._context.fleet.get("gateways", "")

@@ -60,6 +60,7 @@ class Model:
         router_policy: policy of the gateway, or "".
         gateway: address of the gateway, or "".
         heals_itself: whether the engines are healed automatically.
+        min_healthy: engines that voluntary disruptions leave routable, as "2" or "50%"; "": no limit.
         router: router in front of the gateway, or "".
         router_listen: address of the router, or "".
         line: line in the file.
@@ -76,6 +77,7 @@ class Model:
     gateway: str
     groups: tuple[Group, ...]
     heals_itself: bool = True
+    min_healthy: str = ""
     router: str = ""
     router_listen: str = ""
     line: int = 0

@@ -22,6 +22,7 @@ MOST = 16384
 
 _WORDS = {
     "string": "a text",
+    "share": "a whole number or a text such as 50%",
     "integer": "a whole number",
     "number": "a number",
     "boolean": "true or false",
@@ -38,8 +39,8 @@ class Key:
     """A key of a section.
 
     Attributes:
-        kind: "string", "integer", "number", "boolean", "strings", "integers", "settings" (free names), "section" or
-            "list".
+        kind: "string", "integer", "number", "share" (a whole number or a percentage, read as text), "boolean",
+            "strings", "integers", "settings" (free names), "section" or "list".
         meaning: meaning, in a sentence.
         default: default in words; "" for no default.
         choices: values that a string may have.
@@ -104,6 +105,9 @@ MODEL = (
     Key("healing", "string",
         "Who brings late, restarted and spoilt engines to the published version: the coordinator, or `rlctl heal`.",
         "automatic", choices=HEALING),
+    Key("min_healthy", "share",
+        "Engines that drains, restarts, replacements and rolling updates leave routable: a number, or a share such as"
+        " 50%, rounded up.", "no limit"),
     Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
     Key("gateway", "string", "HOST:PORT of its HTTP gateway; port 0 takes any.",
         "none, or one where the fleet's gateways are"),
@@ -248,6 +252,8 @@ def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
             return value
         case "integer" if _whole(key, value):
             return value
+        case "share" if _whole(key, value) or isinstance(value, str):
+            return str(value)
         case "number" if isinstance(value, int | float) and not isinstance(value, bool):
             if key.least is not None and key.least <= value < float("inf"):
                 return float(value)

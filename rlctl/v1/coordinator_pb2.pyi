@@ -95,7 +95,9 @@ class DeregisterStageRequest(_message.Message):
     process.
     """
     force: _builtins.bool
-    """Deregister also a target of an open update. The update loses this target."""
+    """Deregister also a target of an open update, which loses this target, and also if fewer stages than the model's
+    min_healthy remain routable. A process that leaves is not refused for min_healthy.
+    """
     leaves: _builtins.bool
     """The process of boot_id itself leaves, and serves nothing once another process has its slot. Default false: the
     process may serve until its serving lease ends.
@@ -710,6 +712,40 @@ class SetHealingRequest(_message.Message):
 Global___SetHealingRequest: _TypeAlias = SetHealingRequest  # noqa: Y015
 
 @_typing.final
+class SetMinHealthyRequest(_message.Message):
+    """Limit of the voluntary disruptions of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MIN_HEALTHY_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model. Required."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader:
+        """Request id and timeout."""
+
+    @_builtins.property
+    def min_healthy(self) -> _fleet_pb2.MinHealthy:
+        """The limit. Unset: no limit."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        model: _builtins.str = ...,
+        min_healthy: _fleet_pb2.MinHealthy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "min_healthy", b"min_healthy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "min_healthy", b"min_healthy", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetMinHealthyRequest: _TypeAlias = SetMinHealthyRequest  # noqa: Y015
+
+@_typing.final
 class SetStageEnabledRequest(_message.Message):
     """Operator's mark on stages."""
 
@@ -719,10 +755,13 @@ class SetStageEnabledRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     ENABLED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """The stages may be routed to."""
     reason: _builtins.str
     """Reason for disabling the stages, for display. Kept until the stages are enabled again."""
+    force: _builtins.bool
+    """Disable the stages also if fewer stages than the model's min_healthy remain routable."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id and timeout."""
@@ -738,10 +777,11 @@ class SetStageEnabledRequest(_message.Message):
         slots: _abc.Iterable[_builtins.str] | None = ...,
         enabled: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "header", b"header", "reason", b"reason", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "force", b"force", "header", b"header", "reason", b"reason", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

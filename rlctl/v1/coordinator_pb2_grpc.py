@@ -268,6 +268,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.SerializeToString,
                 response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
                 _registered_method=True)
+        self.SetMinHealthy = channel.unary_unary(
+                '/rlctl.v1.CoordinatorService/SetMinHealthy',
+                request_serializer=rlctl_dot_v1_dot_coordinator__pb2.SetMinHealthyRequest.SerializeToString,
+                response_deserializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+                _registered_method=True)
         self.HealStage = channel.unary_unary(
                 '/rlctl.v1.CoordinatorService/HealStage',
                 request_serializer=rlctl_dot_v1_dot_coordinator__pb2.HealStageRequest.SerializeToString,
@@ -886,7 +891,8 @@ class CoordinatorServiceServicer(object):
         Effect: Routing only. Disabled stages remain targets. After a disable, the call returns once the routing followers
         have confirmed (see ConfirmFleet).
         Idempotency: Yes.
-        States: Every state.
+        States: Every state. A disable that leaves fewer stages routable than the model's min_healthy is refused
+        (MIN_HEALTHY).
         Partial failure: An unknown slot refuses the whole request.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
@@ -947,6 +953,22 @@ class CoordinatorServiceServicer(object):
 
         Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
         Running heals continue.
+        Idempotency: Yes.
+        States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetMinHealthy(self, request, context):
+        """Sets the number of stages of a model that voluntary disruptions leave routable.
+
+        Effect: Journaled. From now on SetStageEnabled, DeregisterStage and rolling updates are refused (MIN_HEALTHY) if
+        fewer stages would remain routable. Losses are not refused, and neither are pauses. A limit above the number of
+        stages refuses every disruption.
         Idempotency: Yes.
         States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
         Partial failure: Not applicable.
@@ -1197,6 +1219,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
             'SetHealing': grpc.unary_unary_rpc_method_handler(
                     servicer.SetHealing,
                     request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.FromString,
+                    response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
+            ),
+            'SetMinHealthy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetMinHealthy,
+                    request_deserializer=rlctl_dot_v1_dot_coordinator__pb2.SetMinHealthyRequest.FromString,
                     response_serializer=rlctl_dot_v1_dot_fleet__pb2.Fleet.SerializeToString,
             ),
             'HealStage': grpc.unary_unary_rpc_method_handler(
@@ -2424,6 +2451,33 @@ class CoordinatorService(object):
             target,
             '/rlctl.v1.CoordinatorService/SetHealing',
             rlctl_dot_v1_dot_coordinator__pb2.SetHealingRequest.SerializeToString,
+            rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetMinHealthy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rlctl.v1.CoordinatorService/SetMinHealthy',
+            rlctl_dot_v1_dot_coordinator__pb2.SetMinHealthyRequest.SerializeToString,
             rlctl_dot_v1_dot_fleet__pb2.Fleet.FromString,
             options,
             channel_credentials,

@@ -485,7 +485,8 @@ class CoordinatorServiceStub:
     Effect: Routing only. Disabled stages remain targets. After a disable, the call returns once the routing followers
     have confirmed (see ConfirmFleet).
     Idempotency: Yes.
-    States: Every state.
+    States: Every state. A disable that leaves fewer stages routable than the model's min_healthy is refused
+    (MIN_HEALTHY).
     Partial failure: An unknown slot refuses the whole request.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
     Deadline: 30 s.
@@ -530,6 +531,18 @@ class CoordinatorServiceStub:
 
     Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
     Running heals continue.
+    Idempotency: Yes.
+    States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
+    Partial failure: Not applicable.
+    Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
+    SetMinHealthy: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetMinHealthyRequest, _fleet_pb2.Fleet]
+    """Sets the number of stages of a model that voluntary disruptions leave routable.
+
+    Effect: Journaled. From now on SetStageEnabled, DeregisterStage and rolling updates are refused (MIN_HEALTHY) if
+    fewer stages would remain routable. Losses are not refused, and neither are pauses. A limit above the number of
+    stages refuses every disruption.
     Idempotency: Yes.
     States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
     Partial failure: Not applicable.
@@ -1000,7 +1013,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Effect: Routing only. Disabled stages remain targets. After a disable, the call returns once the routing followers
     have confirmed (see ConfirmFleet).
     Idempotency: Yes.
-    States: Every state.
+    States: Every state. A disable that leaves fewer stages routable than the model's min_healthy is refused
+    (MIN_HEALTHY).
     Partial failure: An unknown slot refuses the whole request.
     Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
     Deadline: 30 s.
@@ -1045,6 +1059,18 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
     Running heals continue.
+    Idempotency: Yes.
+    States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
+    Partial failure: Not applicable.
+    Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+    Deadline: 30 s.
+    """
+    SetMinHealthy: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetMinHealthyRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
+    """Sets the number of stages of a model that voluntary disruptions leave routable.
+
+    Effect: Journaled. From now on SetStageEnabled, DeregisterStage and rolling updates are refused (MIN_HEALTHY) if
+    fewer stages would remain routable. Losses are not refused, and neither are pauses. A limit above the number of
+    stages refuses every disruption.
     Idempotency: Yes.
     States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
     Partial failure: Not applicable.
@@ -1758,7 +1784,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Effect: Routing only. Disabled stages remain targets. After a disable, the call returns once the routing followers
         have confirmed (see ConfirmFleet).
         Idempotency: Yes.
-        States: Every state.
+        States: Every state. A disable that leaves fewer stages routable than the model's min_healthy is refused
+        (MIN_HEALTHY).
         Partial failure: An unknown slot refuses the whole request.
         Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
         Deadline: 30 s.
@@ -1827,6 +1854,24 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Effect: In force until the coordinator ends. After a restart, repeat the call or start with `--heal-by-hand`.
         Running heals continue.
+        Idempotency: Yes.
+        States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
+        Partial failure: Not applicable.
+        Retry: On UNAVAILABLE and DEADLINE_EXCEEDED.
+        Deadline: 30 s.
+        """
+
+    @_abc_1.abstractmethod
+    def SetMinHealthy(
+        self,
+        request: _coordinator_pb2.SetMinHealthyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
+        """Sets the number of stages of a model that voluntary disruptions leave routable.
+
+        Effect: Journaled. From now on SetStageEnabled, DeregisterStage and rolling updates are refused (MIN_HEALTHY) if
+        fewer stages would remain routable. Losses are not refused, and neither are pauses. A limit above the number of
+        stages refuses every disruption.
         Idempotency: Yes.
         States: Every state. An unknown model is refused (MODEL_NOT_FOUND).
         Partial failure: Not applicable.

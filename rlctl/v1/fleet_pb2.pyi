@@ -787,6 +787,8 @@ class Model(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     UPDATE_LEASE_FIELD_NUMBER: _builtins.int
+    MIN_HEALTHY_FIELD_NUMBER: _builtins.int
+    MIN_HEALTHY_STAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     updatable: _builtins.bool
@@ -801,6 +803,8 @@ class Model(_message.Message):
     """Trainer incarnation that may update the model."""
     checkpoint: _builtins.str
     """Checkpoint of the latest version. Empty: no checkpoint."""
+    min_healthy_stages: _builtins.int
+    """The limit in stages, for the present number of stages. 0: no limit."""
     @_builtins.property
     def latest(self) -> _common_pb2.WeightVersion:
         """Latest published version."""
@@ -821,6 +825,10 @@ class Model(_message.Message):
     def update_lease(self) -> _duration_pb2.Duration:
         """Time until the open update is aborted, unless its owner renews the update lease."""
 
+    @_builtins.property
+    def min_healthy(self) -> Global___MinHealthy:
+        """Limit of voluntary disruptions. Unset: no limit."""
+
     def __init__(
         self,
         *,
@@ -836,14 +844,44 @@ class Model(_message.Message):
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
         verification: _common_pb2.Verification | None = ...,
         update_lease: _duration_pb2.Duration | None = ...,
+        min_healthy: Global___MinHealthy | None = ...,
+        min_healthy_stages: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "update_lease", b"update_lease", "verification", b"verification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "min_healthy", b"min_healthy", "update_lease", b"update_lease", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_lease", b"update_lease", "update_owner", b"update_owner", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "checkpoint", b"checkpoint", "latest", b"latest", "min_healthy", b"min_healthy", "min_healthy_stages", b"min_healthy_stages", "model_digest", b"model_digest", "name", b"name", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "update_id", b"update_id", "update_lease", b"update_lease", "update_owner", b"update_owner", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class MinHealthy(_message.Message):
+    """Number of stages of a model that voluntary disruptions leave routable. Unset: no limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGES_FIELD_NUMBER: _builtins.int
+    PERCENT_FIELD_NUMBER: _builtins.int
+    stages: _builtins.int
+    """Number of stages."""
+    percent: _builtins.int
+    """Share of the model's stages in percent, 1 to 100. Rounded up to whole stages."""
+    def __init__(
+        self,
+        *,
+        stages: _builtins.int = ...,
+        percent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "percent", b"percent", "stages", b"stages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "percent", b"percent", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_limit: _TypeAlias = _typing.Literal["stages", "percent"]  # noqa: Y015
+    _WhichOneofArgType_limit: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_limit) -> _WhichOneofReturnType_limit | None: ...
+
+Global___MinHealthy: _TypeAlias = MinHealthy  # noqa: Y015
 
 @_typing.final
 class PublishedVersion(_message.Message):

@@ -30,29 +30,29 @@ from rlctl.v1 import update_pb2 as rlctl_dot_v1_dot_update__pb2
 from rlctl.v1 import verbs_pb2 as rlctl_dot_v1_dot_verbs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/journal.proto\x12\x08rlctl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/fleet.proto\x1a\x16rlctl/v1/results.proto\x1a\x15rlctl/v1/update.proto\x1a\x14rlctl/v1/verbs.proto\":\n\x0b\x46leetRecord\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x04\"\xcd\x02\n\nSlotRecord\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.rlctl.v1.StageRegistration\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x65nabled\x18\x03 \x01(\x08\x12\x0f\n\x07retired\x18\x04 \x01(\x08\x12)\n\nquarantine\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\x12\x1e\n\x16\x63ontinue_when_resident\x18\x06 \x01(\x08\x12\x0e\n\x06unseen\x18\x07 \x01(\x08\x12/\n\x0bretire_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x64isabled_reason\x18\t \x01(\t\x12\x30\n\x0c\x64isable_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd8\x03\n\x0bModelRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tupdatable\x18\x02 \x01(\x08\x12\'\n\x06latest\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\x19\n\x11reserved_sequence\x18\x06 \x01(\x04\x12\x1b\n\x13trainer_incarnation\x18\x07 \x01(\x04\x12\x18\n\x10group_generation\x18\x08 \x01(\x04\x12\x0e\n\x06groups\x18\n \x03(\t\x12\x15\n\rformer_labels\x18\x0b \x03(\t\x12,\n\x0cverification\x18\x0c \x01(\x0b\x32\x16.rlctl.v1.Verification\x12\x16\n\x0e\x66irst_sequence\x18\r \x01(\x04\x12\x30\n\x0cpublish_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07history\x18\x0f \x03(\x0b\x32\x1a.rlctl.v1.PublishedVersion\x12\x12\n\ndigest_key\x18\x10 \x01(\x0c\x12#\n\x08\x61\x64\x61pters\x18\x14 \x03(\x0b\x32\x11.rlctl.v1.Adapter\"b\n\x0bPauseRecord\x12\x1e\n\x05pause\x18\x01 \x01(\x0b\x32\x0f.rlctl.v1.Pause\x12 \n\x06target\x18\x02 \x01(\x0b\x32\x10.rlctl.v1.Target\x12\x11\n\tcontinued\x18\x03 \x03(\t\"\x9d\x01\n\x0fOperationRecord\x12&\n\toperation\x18\x01 \x01(\x0b\x32\x13.rlctl.v1.Operation\x12\x16\n\x0erequest_sha256\x18\x02 \x01(\x0c\x12$\n\x06joined\x18\x03 \x03(\x0b\x32\x14.rlctl.v1.JoinedCall\x12$\n\x08timeline\x18\x04 \x01(\x0b\x32\x12.rlctl.v1.Timeline\"8\n\nJoinedCall\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0erequest_sha256\x18\x02 \x01(\x0c\"4\n\tKeyRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ody_sha256\x18\x02 \x01(\x0c\"\x9c\x01\n\x0cUpdateRecord\x12\x33\n\x07request\x18\x01 \x01(\x0b\x32\".rlctl.v1.BeginWeightUpdateRequest\x12\x31\n\x04plan\x18\x02 \x01(\x0b\x32#.rlctl.v1.BeginWeightUpdateResponse\x12$\n\x05phase\x18\x03 \x01(\x0e\x32\x15.rlctl.v1.UpdatePhase*\xaf\x01\n\x0bUpdatePhase\x12\x1c\n\x18UPDATE_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11UPDATE_PHASE_OPEN\x10\x01\x12\x18\n\x14UPDATE_PHASE_WRITING\x10\x02\x12\x1b\n\x17UPDATE_PHASE_COMMITTING\x10\x03\x12\x1a\n\x16UPDATE_PHASE_PUBLISHED\x10\x04\x12\x18\n\x14UPDATE_PHASE_ABORTED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rlctl/v1/journal.proto\x12\x08rlctl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15rlctl/v1/common.proto\x1a\x14rlctl/v1/fleet.proto\x1a\x16rlctl/v1/results.proto\x1a\x15rlctl/v1/update.proto\x1a\x14rlctl/v1/verbs.proto\":\n\x0b\x46leetRecord\x12\x13\n\x0b\x66leet_epoch\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x04\"\xcd\x02\n\nSlotRecord\x12\x31\n\x0cregistration\x18\x01 \x01(\x0b\x32\x1b.rlctl.v1.StageRegistration\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x65nabled\x18\x03 \x01(\x08\x12\x0f\n\x07retired\x18\x04 \x01(\x08\x12)\n\nquarantine\x18\x05 \x01(\x0b\x32\x15.rlctl.v1.ErrorDetail\x12\x1e\n\x16\x63ontinue_when_resident\x18\x06 \x01(\x08\x12\x0e\n\x06unseen\x18\x07 \x01(\x08\x12/\n\x0bretire_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x64isabled_reason\x18\t \x01(\t\x12\x30\n\x0c\x64isable_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x83\x04\n\x0bModelRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tupdatable\x18\x02 \x01(\x08\x12\'\n\x06latest\x18\x03 \x01(\x0b\x32\x17.rlctl.v1.WeightVersion\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\x19\n\x11reserved_sequence\x18\x06 \x01(\x04\x12\x1b\n\x13trainer_incarnation\x18\x07 \x01(\x04\x12\x18\n\x10group_generation\x18\x08 \x01(\x04\x12\x0e\n\x06groups\x18\n \x03(\t\x12\x15\n\rformer_labels\x18\x0b \x03(\t\x12,\n\x0cverification\x18\x0c \x01(\x0b\x32\x16.rlctl.v1.Verification\x12\x16\n\x0e\x66irst_sequence\x18\r \x01(\x04\x12\x30\n\x0cpublish_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07history\x18\x0f \x03(\x0b\x32\x1a.rlctl.v1.PublishedVersion\x12\x12\n\ndigest_key\x18\x10 \x01(\x0c\x12)\n\x0bmin_healthy\x18\x11 \x01(\x0b\x32\x14.rlctl.v1.MinHealthy\x12#\n\x08\x61\x64\x61pters\x18\x14 \x03(\x0b\x32\x11.rlctl.v1.Adapter\"b\n\x0bPauseRecord\x12\x1e\n\x05pause\x18\x01 \x01(\x0b\x32\x0f.rlctl.v1.Pause\x12 \n\x06target\x18\x02 \x01(\x0b\x32\x10.rlctl.v1.Target\x12\x11\n\tcontinued\x18\x03 \x03(\t\"\x9d\x01\n\x0fOperationRecord\x12&\n\toperation\x18\x01 \x01(\x0b\x32\x13.rlctl.v1.Operation\x12\x16\n\x0erequest_sha256\x18\x02 \x01(\x0c\x12$\n\x06joined\x18\x03 \x03(\x0b\x32\x14.rlctl.v1.JoinedCall\x12$\n\x08timeline\x18\x04 \x01(\x0b\x32\x12.rlctl.v1.Timeline\"8\n\nJoinedCall\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0erequest_sha256\x18\x02 \x01(\x0c\"4\n\tKeyRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ody_sha256\x18\x02 \x01(\x0c\"\x9c\x01\n\x0cUpdateRecord\x12\x33\n\x07request\x18\x01 \x01(\x0b\x32\".rlctl.v1.BeginWeightUpdateRequest\x12\x31\n\x04plan\x18\x02 \x01(\x0b\x32#.rlctl.v1.BeginWeightUpdateResponse\x12$\n\x05phase\x18\x03 \x01(\x0e\x32\x15.rlctl.v1.UpdatePhase*\xaf\x01\n\x0bUpdatePhase\x12\x1c\n\x18UPDATE_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11UPDATE_PHASE_OPEN\x10\x01\x12\x18\n\x14UPDATE_PHASE_WRITING\x10\x02\x12\x1b\n\x17UPDATE_PHASE_COMMITTING\x10\x03\x12\x1a\n\x16UPDATE_PHASE_PUBLISHED\x10\x04\x12\x18\n\x14UPDATE_PHASE_ABORTED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rlctl.v1.journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UPDATEPHASE']._serialized_start=1586
-  _globals['_UPDATEPHASE']._serialized_end=1761
+  _globals['_UPDATEPHASE']._serialized_start=1629
+  _globals['_UPDATEPHASE']._serialized_end=1804
   _globals['_FLEETRECORD']._serialized_start=183
   _globals['_FLEETRECORD']._serialized_end=241
   _globals['_SLOTRECORD']._serialized_start=244
   _globals['_SLOTRECORD']._serialized_end=577
   _globals['_MODELRECORD']._serialized_start=580
-  _globals['_MODELRECORD']._serialized_end=1052
-  _globals['_PAUSERECORD']._serialized_start=1054
-  _globals['_PAUSERECORD']._serialized_end=1152
-  _globals['_OPERATIONRECORD']._serialized_start=1155
-  _globals['_OPERATIONRECORD']._serialized_end=1312
-  _globals['_JOINEDCALL']._serialized_start=1314
-  _globals['_JOINEDCALL']._serialized_end=1370
-  _globals['_KEYRECORD']._serialized_start=1372
-  _globals['_KEYRECORD']._serialized_end=1424
-  _globals['_UPDATERECORD']._serialized_start=1427
-  _globals['_UPDATERECORD']._serialized_end=1583
+  _globals['_MODELRECORD']._serialized_end=1095
+  _globals['_PAUSERECORD']._serialized_start=1097
+  _globals['_PAUSERECORD']._serialized_end=1195
+  _globals['_OPERATIONRECORD']._serialized_start=1198
+  _globals['_OPERATIONRECORD']._serialized_end=1355
+  _globals['_JOINEDCALL']._serialized_start=1357
+  _globals['_JOINEDCALL']._serialized_end=1413
+  _globals['_KEYRECORD']._serialized_start=1415
+  _globals['_KEYRECORD']._serialized_end=1467
+  _globals['_UPDATERECORD']._serialized_start=1470
+  _globals['_UPDATERECORD']._serialized_end=1626
 # @@protoc_insertion_point(module_scope)

@@ -182,6 +182,7 @@ class ModelRecord(_message.Message):
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     DIGEST_KEY_FIELD_NUMBER: _builtins.int
+    MIN_HEALTHY_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
@@ -226,6 +227,10 @@ class ModelRecord(_message.Message):
         """Earlier versions, oldest first, at most 50."""
 
     @_builtins.property
+    def min_healthy(self) -> _fleet_pb2.MinHealthy:
+        """Limit of voluntary disruptions."""
+
+    @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_verbs_pb2.Adapter]:
         """Adapters of the model."""
 
@@ -247,11 +252,12 @@ class ModelRecord(_message.Message):
         publish_time: _timestamp_pb2.Timestamp | None = ...,
         history: _abc.Iterable[_fleet_pb2.PublishedVersion] | None = ...,
         digest_key: _builtins.bytes = ...,
+        min_healthy: _fleet_pb2.MinHealthy | None = ...,
         adapters: _abc.Iterable[_verbs_pb2.Adapter] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "publish_time", b"publish_time", "verification", b"verification"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest", "min_healthy", b"min_healthy", "publish_time", b"publish_time", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "digest_key", b"digest_key", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "history", b"history", "latest", b"latest", "model_digest", b"model_digest", "name", b"name", "publish_time", b"publish_time", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "checkpoint", b"checkpoint", "digest_key", b"digest_key", "first_sequence", b"first_sequence", "former_labels", b"former_labels", "group_generation", b"group_generation", "groups", b"groups", "history", b"history", "latest", b"latest", "min_healthy", b"min_healthy", "model_digest", b"model_digest", "name", b"name", "publish_time", b"publish_time", "reserved_sequence", b"reserved_sequence", "trainer_incarnation", b"trainer_incarnation", "updatable", b"updatable", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

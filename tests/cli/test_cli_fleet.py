@@ -223,6 +223,27 @@ def test_slots_are_admitted_by_an_operator(rlctl: LiveFleet) -> None:
     assert rlctl("admit", "z", "--no-more").code == 0
 
 
+def test_min_healthy_is_shown_set_and_kept_to_by_drains(rlctl: LiveFleet) -> None:
+    assert rlctl("wait", "--for", "routable").code == 0
+    assert words(rlctl("min-healthy").out)[1] == ["actor", "none", "0", "2", "2", "no"]
+    dry = rlctl("min-healthy", "2", "--dry-run")
+    assert "min_healthy of actor would be 2" in dry.err
+    assert rlctl("min-healthy", "200%").code == 2
+    assert words(rlctl("min-healthy", "75%").out)[1] == ["actor", "75%", "2", "2", "2", "no"]
+    for command in (["drain", "a"], ["drain", "a", "--dry-run"], ["disable", "a"]):
+        refused = rlctl(*command)
+        assert refused.code == 7
+        assert "actor has 2 of 2 stages routable, and would have 1 without a; min_healthy is 75%" in refused.err
+        assert "(MIN_HEALTHY)" in refused.err
+        assert "--force" in refused.err
+    assert rlctl("drain", "a", "--force").code == 0
+    assert "75%, below: 1 routable" in rlctl("status").out
+    assert "75%, below: 1 routable" in rlctl("describe", "model", "actor").out
+    assert words(rlctl("min-healthy").out)[1][-1] == "yes"
+    assert rlctl("enable", "a").code == 0
+    assert rlctl("min-healthy", "0").code == 0
+
+
 def test_a_stage_that_is_drained_is_disabled_with_its_reason_and_idle(rlctl: LiveFleet) -> None:
     dry = rlctl("drain", "a", "--dry-run")
     assert (dry.code, "a would be drained" in dry.err) == (0, True)

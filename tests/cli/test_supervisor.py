@@ -84,6 +84,7 @@ class Asked:
         self.deployment = Deployment("lab", listen, engines, restart=restart)
         self.against = json.loads(json.dumps(holder._deployed))
         self.restart: Sequence[str] = ()
+        self.force = False
         self.said: list[str] = []
         self.error: RlctlError | None = None
         self.state: fleet_state.FleetState | None = None

@@ -265,6 +265,7 @@ class OwnersWorld(World):
             for name in [name for name in slots if name not in SLOTS and not slots[name].record.retired]:
                 await _tolerate(stub.DeregisterStage(rpc.DeregisterStageRequest(slot=name, force=True)))
             await _tolerate(stub.SetHealing(rpc.SetHealingRequest(model="actor")))
+            await _tolerate(stub.SetMinHealthy(rpc.SetMinHealthyRequest(model="actor")))
             await _tolerate(stub.SetStageEnabled(rpc.SetStageEnabledRequest(slots=SLOTS, enabled=True)))
             await _tolerate(stub.AdmitSlots(rpc.AdmitSlotsRequest(slots=SLOTS)))
             header = RequestHeader(target=Target(slots=SLOTS))

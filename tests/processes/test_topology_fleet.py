@@ -136,11 +136,18 @@ def fleet_of_fakes(tmp_path: Path, checkpoint: Callable[[str], str]) -> Callable
     """Writes a file for two fake engines: ``fleet_of_fakes(pace=0.01)``."""
 
     def write(
-        engines: int = 2, gateways: str = "", router: str = "", also: Sequence[str] = (), **overrides: object
+        engines: int = 2,
+        gateways: str = "",
+        router: str = "",
+        also: Sequence[str] = (),
+        min_healthy: str = "",
+        **overrides: object,
     ) -> Path:
         file = tmp_path / "fakes.yaml"
         group = {"worker_type": "regular", "num_gpus": engines, "overrides": overrides}
         model = {"name": "actor", "engine": "fake", "model_path": checkpoint("one"), "server_groups": [group]}
+        if min_healthy:
+            model["min_healthy"] = min_healthy
         restart = {"backoff_s": 0.1}
         fleet = {"name": "fakes", "listen": "127.0.0.1:0", "restart": restart, "hf_checkpoint": checkpoint("one")}
         fleet["metrics"] = True
@@ -276,6 +283,44 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
     assert {name: after[name] for name in now.processes} == now.processes, "another model disturbs nobody"
     with connect(first.endpoint) as fleet:
         assert fleet.generate("x", model="critic", max_new_tokens=2).slot == "critic-0"
+
+
+def test_restarts_changes_and_removals_keep_min_healthy(fleet_of_fakes: Callable[..., Path]) -> None:
+    up = rlctl_command("up", str(fleet_of_fakes(min_healthy="100%")), "--detach")
+    assert up.returncode == 0, up.stderr
+    first = known("fakes")
+    with connect(first.endpoint) as fleet:
+        assert fleet.status().models[0].min_healthy_stages == 2
+        for command in (["restart", "actor-0", "--name", "fakes", "--yes"], ["up", str(fleet_of_fakes(
+            min_healthy="100%", pace=0.002)), "--yes"]):  # fmt: skip
+            refused = rlctl_command(*command)
+            assert refused.returncode == 7, refused.stderr
+            assert "MIN_HEALTHY" in refused.stderr
+            assert "actor has 2 engines and min_healthy 100%: none of them can be replaced" in refused.stderr
+        assert known("fakes").processes == first.processes
+        forced = rlctl_command("restart", "actor-0", "--name", "fakes", "--yes", "--force")
+        assert forced.returncode == 0, forced.stderr
+        assert known("fakes").processes["actor-0"] != first.processes["actor-0"]
+        # The limit of an operator is not in the topology: the coordinator refuses the drain, and no wait would help.
+        assert rlctl_command("up", str(fleet_of_fakes()), "--yes").returncode == 0
+        assert fleet.status().models[0].min_healthy_stages == 0
+        fleet.set_min_healthy("actor", "2")
+        refused = rlctl_command("restart", "actor-0", "--name", "fakes", "--yes")
+        assert refused.returncode == 7, refused.stderr
+        assert "would have 1 without actor-0" in refused.stderr
+        # With one engine to spare, an engine is replaced only while the other one is routable.
+        fleet.set_enabled(["actor-1"], False, force=True)
+        waits = rlctl_command("up", str(fleet_of_fakes(min_healthy="1", pace=0.002)), "--yes", "--timeout", "8s")
+        assert waits.returncode == 6, waits.stderr
+        assert "actor-0: waits for its drain: actor has 1 of 2 stages routable" in waits.stderr
+        assert fleet.status().models[0].min_healthy_stages == 1
+        fleet.set_enabled(["actor-1"], True)
+        done = rlctl_command("up", str(fleet_of_fakes(min_healthy="1", pace=0.002)), "--yes")
+        assert done.returncode == 0, done.stderr
+        assert sum(stage.routable for stage in fleet.status().stages) == 2
+        unlimited = rlctl_command("up", str(fleet_of_fakes(pace=0.002)), "--yes")
+        assert unlimited.returncode == 0, unlimited.stderr
+        assert fleet.status().models[0].min_healthy_stages == 0
 
 
 def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(

@@ -16,13 +16,14 @@ DRAIN_S = 300.0
 @click.command(cls=Command)
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
 @click.option("--for", "reason", default="", metavar="REASON", help="Reason; shown until the stages are enabled again.")
+@click.option("--force", is_flag=True, help="Also if fewer stages than min_healthy remain routable.")
 @pass_settings
-def drain(settings: Settings, slots: tuple[str, ...], reason: str) -> None:
+def drain(settings: Settings, slots: tuple[str, ...], reason: str, force: bool) -> None:
     """Disable stages, and wait until they are idle.
 
     Running requests end by themselves; none is aborted. A stage is busy while an update of its model is open. The
     command fails with exit code 6 after --timeout, by default 5 minutes; the stages stay disabled. `rlctl enable` lets
-    them serve again.
+    them serve again. A drain that would leave fewer stages of a model routable than its min_healthy is refused.
     """
     settings.mutating = not settings.dry_run
     reasons: dict[str, str] = {}
@@ -38,10 +39,11 @@ def drain(settings: Settings, slots: tuple[str, ...], reason: str) -> None:
 
     with connected(settings) as fleet:
         if settings.dry_run:
-            status = fleet.set_enabled(slots, False, validate_only=True)
+            status = fleet.set_enabled(slots, False, force=force, validate_only=True)
         else:
             with interruptible(farewell):
-                status = fleet.drain(slots, reason=reason, timeout_s=settings.timeout_s or DRAIN_S, on_busy=report)
+                timeout_s = settings.timeout_s or DRAIN_S
+                status = fleet.drain(slots, reason=reason, force=force, timeout_s=timeout_s, on_busy=report)
     show(settings, stages.stages_view([stage for stage in status.stages if stage.registration.slot in slots]))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained.")

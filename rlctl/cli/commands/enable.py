@@ -21,16 +21,20 @@ def enable(settings: Settings, slots: tuple[str, ...]) -> None:
 
 @click.command(cls=Command)
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
+@click.option("--force", is_flag=True, help="Also if fewer stages than min_healthy remain routable.")
 @pass_settings
-def disable(settings: Settings, slots: tuple[str, ...]) -> None:
-    """Route nothing to stages. They remain targets of every verb, weight updates included."""
-    _set(settings, slots, False)
+def disable(settings: Settings, slots: tuple[str, ...], force: bool) -> None:
+    """Route nothing to stages. They remain targets of every verb, weight updates included.
+
+    A change that would leave fewer stages of a model routable than its min_healthy is refused.
+    """
+    _set(settings, slots, False, force=force)
 
 
-def _set(settings: Settings, slots: tuple[str, ...], enabled: bool) -> None:
+def _set(settings: Settings, slots: tuple[str, ...], enabled: bool, *, force: bool = False) -> None:
     settings.mutating = not settings.dry_run
     with bounded(settings) as fleet:
-        status = fleet.set_enabled(slots, enabled, validate_only=settings.dry_run)
+        status = fleet.set_enabled(slots, enabled, force=force, validate_only=settings.dry_run)
     selected = [stage for stage in status.stages if stage.registration.slot in slots]
     show(settings, stages.stages_view(selected))
     if settings.dry_run:

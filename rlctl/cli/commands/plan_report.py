@@ -83,6 +83,7 @@ class Prepared:
             reserved=self.plan.placeholders,
             gateways=self.plan.gateways,
             heal_by_hand=tuple(model.name for model in topology.models if not model.heals_itself),
+            min_healthy={model.name: model.min_healthy for model in topology.models if model.min_healthy},
             owner_grace_s=topology.owner_grace_s,
             heal_grace_s=topology.heal_grace_s,
             metrics=topology.metrics,

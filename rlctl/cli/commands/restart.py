@@ -20,12 +20,14 @@ from rlctl.launch.supervisor import fleet_state
 @click.command(cls=Command)
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
 @click.option("--name", help="Name of the fleet.  [default: the only fleet that is up, else default]")
+@click.option("--force", is_flag=True, help="Also if fewer stages than min_healthy remain routable.")
 @pass_settings
-def restart(settings: Settings, slots: tuple[str, ...], name: str | None) -> None:
+def restart(settings: Settings, slots: tuple[str, ...], name: str | None, force: bool) -> None:
     """Drain engines of a fleet on this machine, and start them again, one engine of a model at a time.
 
     An engine is healed to the published version after its start. A failed engine is started without a drain. A disabled
-    stage stays disabled. Ctrl-C ends the wait only: the supervisor goes on.
+    stage stays disabled. Ctrl-C ends the wait only: the supervisor goes on. An engine is drained when enough others are
+    routable (min_healthy of its model); a restart for which there are never enough is refused.
     """
     from rlctl.launch.supervisor.control_socket import apply
 
@@ -56,7 +58,7 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str | None) -> Non
                    f"{running.directory}/logs", err=True)  # fmt: skip
 
     with interruptible(farewell):
-        ready = apply(running, deployment, settings.say, restart=slots, timeout_s=settings.timeout_s)
+        ready = apply(running, deployment, settings.say, restart=slots, force=force, timeout_s=settings.timeout_s)
     rows = [[slot, str(ready.processes.get(slot, "")), ready.engines.get(slot, "")] for slot in slots]
     show(settings, View(asdict(ready), lambda _: [Table(("SLOT", "PID", "STATE"), rows)], lambda: list(slots)))
     settings.say("Started again.")

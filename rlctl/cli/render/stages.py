@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from rlctl.cli.render import values
 from rlctl.cli.render.printer import View
 from rlctl.cli.render.tables import Table, facts, prose
+from rlctl.contract import min_healthy
 from rlctl.contract.enums import short_name
+from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DIRTY,
     STAGE_STATE_UNREACHABLE,
@@ -24,7 +26,7 @@ _STAGES_WIDE = (
     *("SLOT", "MODEL", "TYPE", "STATE", "ROUTABLE", "VERSION", "SEQ", "RANKS", "HEARD"),
     *("ENABLED", "INCARNATION", "ENGINE", "ADDRESS", "ROLLOUT ADDRESS", "DIGEST", "WHY NOT"),
 )
-_MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "UPDATE")
+_MODELS = ("MODEL", "VERSION", "SEQ", "DIGEST", "UPDATABLE", "STAGES", "ROUTABLE", "MIN HEALTHY", "UPDATE")
 _UNHEALABLE = ", UNHEALABLE: "
 _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
 
@@ -91,13 +93,40 @@ def models_table(fleet: Fleet, wide: bool) -> Table:
             values.yes(model.updatable),
             str(len(stages)),
             str(sum(stage.routable for stage in stages)),
+            _health(model, sum(stage.routable for stage in stages)),
             model.update_id,
         ]
         if wide:
             admitted = values.joined(values.version(version) for version in model.admitted)
             row += [model.update_owner, admitted, str(model.trainer_incarnation), model.checkpoint]
         rows.append(row)
-    return Table(_MODELS_WIDE if wide else _MODELS, rows, frozenset({"UPDATE", "OWNER"}))
+    return Table(_MODELS_WIDE if wide else _MODELS, rows, frozenset({"MIN HEALTHY", "UPDATE", "OWNER"}))
+
+
+def only_model(fleet: Fleet) -> str:
+    """Return the name of the only model. Raises FIELD_REQUIRED, MODEL_NOT_FOUND."""
+    if not fleet.models:
+        raise Reason.MODEL_NOT_FOUND.error("no stage has registered yet", field="model")
+    if len(fleet.models) > 1:
+        names = ", ".join(model.name for model in fleet.models)
+        raise Reason.FIELD_REQUIRED.error(f"models of the fleet: {names}; choose one with --model", field="model")
+    return fleet.models[0].name
+
+
+def limits_table(fleet: Fleet) -> Table:
+    rows = []
+    for model in fleet.models:
+        stages = [stage for stage in fleet.stages if stage.registration.model == model.name]
+        routable = sum(stage.routable for stage in stages)
+        rows.append([model.name, min_healthy.words(model.min_healthy) or "none", str(model.min_healthy_stages),
+                     str(len(stages)), str(routable), values.yes(routable < model.min_healthy_stages)])  # fmt: skip
+    return Table(("MODEL", "MIN HEALTHY", "LIMIT", "STAGES", "ROUTABLE", "BELOW"), rows)
+
+
+def _health(model: Model, routable: int) -> str:
+    """Return the limit of a model, with the routable stages if fewer: ``2, below: 1 routable``. "": no limit."""
+    text = min_healthy.words(model.min_healthy)
+    return f"{text}, below: {routable} routable" if routable < model.min_healthy_stages else text
 
 
 def why_not(stage: Stage) -> str:
@@ -142,6 +171,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Checkpoint", model.checkpoint),
                 ("Adapters", values.adapters(model.adapters)),
                 ("Updatable", values.yes(model.updatable)),
+                ("Min healthy", _health(model, sum(stage.routable for stage in stages))),
                 ("Open update", model.update_id),
                 ("Held by", model.update_owner),
                 (

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.command_stream.commander import Commander
+from rlctl.contract import min_healthy
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.kept_pauses import Pauses, covers
@@ -298,7 +299,7 @@ class Slot:
         if self.report is None or not self.report.lease_held:
             return "no serving lease"
         if self.leaving:
-            return "about to be paused or written to"
+            return "about to be disabled, paused or written to"
         if self.owes_pause:
             return f"about to be paused: pause {self.pause.operation_id if self.pause else ''} is in force"
         return ""
@@ -320,6 +321,7 @@ class ModelState:
         update_owner: owner of the open update.
         lease_until: end of the update lease on the clock's ``now``; None: no update is open.
         fingerprints: the sources' fingerprints of the published version, empty if this coordinator did not receive any.
+        batch: returns the targets of the present batch of a rolling update, which serve nothing for a while.
         opening: locked while an update of the model is planned and accepted, or a stage of the model deregisters.
     """
 
@@ -330,6 +332,7 @@ class ModelState:
     update_owner: str = ""
     lease_until: float | None = None
     fingerprints: bytes = b""
+    batch: Callable[[], Collection[Slot]] = tuple
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -582,6 +585,15 @@ class Roster:
     def header(self) -> ResponseHeader:
         return ResponseHeader(fleet_epoch=self.epoch, served_by="coordinator", observed_at=self._clock.wall())
 
+    def of_model(self, model: ModelState) -> list[Slot]:
+        """Return the slots of a model that are part of the fleet."""
+        return [slot for slot in self.slots.values() if slot.model == model.record.name and slot.listed]
+
+    def min_healthy(self, model: ModelState) -> int:
+        """Return the number of stages that voluntary disruptions leave routable; 0: no limit."""
+        minimum = model.record.min_healthy
+        return min_healthy.limit(minimum, len(self.of_model(model)) if minimum.percent else 0)
+
     def fleet(self, model: str = "") -> Fleet:
         """Return the state of the fleet, or of a single model. Raises MODEL_NOT_FOUND."""
         if model:
@@ -681,6 +693,8 @@ class Roster:
             update_lease=duration(max(0.0, model.lease_until - self._clock.now()))
             if model.lease_until is not None
             else None,
+            min_healthy=model.record.min_healthy if model.record.min_healthy.WhichOneof("limit") else None,
+            min_healthy_stages=self.min_healthy(model),
         )
 
     def _stage(self, slot: Slot) -> Stage:

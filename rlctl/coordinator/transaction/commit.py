@@ -13,7 +13,7 @@ from typing import Any
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError, from_detail, typed
-from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.roster import NOT_THERE, Slot, model_put
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction import verification_levels
@@ -88,11 +88,12 @@ class Commit:
             waiting, digest = await self._seal(levels, expected)
             self._refuse_short(len(waiting))
             await update.check_journal()
-        size = update.record.request.rollout.max_unavailable or len(waiting)
         try:
             while waiting:
+                size = self._batch_size(waiting)
                 batch, waiting = waiting[:size], waiting[size:]
-                waiting = await self._roll(batch, waiting, levels, expected, digest)
+                with disruptions.batch(update.model, batch):
+                    waiting = await self._roll(batch, waiting, levels, expected, digest)
                 update.timeline.turn()
         except Exception as error:
             if not update.published:
@@ -100,6 +101,10 @@ class Commit:
             await self.break_off(error)
         else:
             self._conclude()
+
+    def _batch_size(self, waiting: Sequence[Slot]) -> int:
+        most = self._update.record.request.rollout.max_unavailable
+        return disruptions.batch_size(self._roster, self._update.model, most) if most else len(waiting)
 
     async def commit_batch(self, expected: Expected) -> None:
         """Complete, flush, verify, publish, admit and resume the present batch of a rolling in-place update.

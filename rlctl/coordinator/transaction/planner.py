@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.coordinator.fleet import versions
+from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.capabilities import adapter_travels, computes_keyed_digests, no_pause, unsupported
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.coordinator.transaction import verification_levels
@@ -78,6 +78,8 @@ class Planner:
         if model.update_id:
             raise in_progress(model)
         targets, excluded, transports = self.targets(request)
+        if request.rollout.max_unavailable:
+            disruptions.refuse_rolling(self._roster, targets)
         self._tokens += 1
         plan = BeginWeightUpdateResponse(
             header=self._roster.header(),

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, blame
 from rlctl.contract.verbs import of_request
+from rlctl.coordinator.fleet import disruptions
 from rlctl.coordinator.fleet.roster import ModelState, Slot
 from rlctl.coordinator.operations.collective_fanout import has_left
 from rlctl.coordinator.operations.context import Context
@@ -259,7 +260,7 @@ class Update:
     def next_batch(self) -> None:
         """Select the next batch of a rolling in-place update. The groups of the batch are planned afterwards."""
         self.timeline.turn()
-        size = self.record.request.rollout.max_unavailable
+        size = disruptions.batch_size(self._roster, self.model, self.record.request.rollout.max_unavailable)
         self.targets, self.waiting = self.waiting[:size], self.waiting[size:]
         self._preparing, self.paused_at = None, None
         batch = self.record.plan.batch

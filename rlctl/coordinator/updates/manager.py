@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -433,7 +433,7 @@ class Updates:
             await started.wait()
             await self._see_through(update, content)
 
-        async with self._roster.publishing:
+        async with _batch_counted(update), self._roster.publishing:
             # Both before a sequence and groups are reserved.
             self._operations.refuse_held(update.frozen)
             self._operations.refuse_excess(verb)
@@ -497,6 +497,7 @@ class Updates:
             update.batch_done.set()
             self._let_go(update)
             update.model.update_id = update.model.update_owner = ""
+            update.model.batch = tuple
             update.model.lease_until = None
             self._roster.changed()
             self._look_after(update.model.record.name)
@@ -557,6 +558,18 @@ class Updates:
         if token != update.record.plan.fencing_token and not (override and token == 0):
             raise Reason.UPDATE_FENCED.error("the fencing token is not the owner's", field="fencing_token")
         return update
+
+
+@contextlib.asynccontextmanager
+async def _batch_counted(update: Update) -> AsyncIterator[None]:
+    """Count the batch of a rolling update in place as out of service from its plan on, unless the block fails."""
+    if update.rolls_in_place:
+        update.model.batch = lambda: update.targets
+    try:
+        yield
+    except BaseException:
+        update.model.batch = tuple
+        raise
 
 
 def vet_implicit(update: Update) -> None:

@@ -33,14 +33,22 @@ class Request:
         deployment: the wanted deployment.
         against: the deployment that the plan compared with, from :attr:`FleetState.deployment`.
         restart: slots whose engines are restarted.
+        force: restart them also below min_healthy.
     """
 
     def __init__(
-        self, connection: socket.socket, deployment: Deployment, against: dict[str, Any], restart: Sequence[str] = ()
+        self,
+        connection: socket.socket,
+        deployment: Deployment,
+        against: dict[str, Any],
+        restart: Sequence[str] = (),
+        *,
+        force: bool = False,
     ) -> None:
         self.deployment = deployment
         self.against = against
         self.restart = restart
+        self.force = force
         self._connection = connection
 
     def say(self, line: str) -> None:
@@ -95,14 +103,14 @@ class Requests:
             with connection.makefile("rb") as lines:
                 message = json.loads(lines.readline())
                 deployment, against = Deployment.of(message["wanted"]), dict(message["against"])
-                restart = [str(slot) for slot in message.get("restart", ())]
+                restart, force = [str(slot) for slot in message.get("restart", ())], bool(message.get("force"))
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             connection.close()
             return None
         except RlctlError as error:
             _refuse(connection, error)
             return None
-        return Request(connection, deployment, against, restart)
+        return Request(connection, deployment, against, restart, force=force)
 
 
 @contextlib.contextmanager
@@ -126,11 +134,13 @@ def apply(
     say: Callable[[str], None],
     *,
     restart: Sequence[str] = (),
+    force: bool = False,
     timeout_s: float | None = None,
 ) -> FleetState:
     """Make the supervisor change the fleet to a deployment, and return the state after the change.
 
     ``running``: the state that ``deployment`` was planned against. ``restart``: slots whose engines are restarted.
+    ``force``: restart them also below min_healthy.
 
     Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT if the supervisor is not ready. Raises
     OPERATION_CONFLICT if a different command changes the fleet between the plan and the end. Raises DEADLINE_EXCEEDED
@@ -148,7 +158,12 @@ def apply(
                 next_step="Try again when `rlctl up` has said Ready.",
             ) from None
         try:
-            message = {"wanted": deployment.data, "against": running.deployment, "restart": list(restart)}
+            message = {
+                "wanted": deployment.data,
+                "against": running.deployment,
+                "restart": list(restart),
+                "force": force,
+            }
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 return _follow(_before(deadline, connection, lines), say)

@@ -127,6 +127,7 @@ class _Supervisor:
             reserved=wanted.reserved,
             gateways=wanted.gateways,
             heal_by_hand=wanted.heal_by_hand,
+            min_healthy=wanted.min_healthy,
             graces={"--owner-grace": wanted.owner_grace_s, "--heal-grace": wanted.heal_grace_s},
             new=new,
             metrics=wanted.metrics,
@@ -216,6 +217,8 @@ class _Supervisor:
                 deployment.heal_by_hand,
                 limits=deployment.limits,
                 restarted=request.restart,
+                force=request.force,
+                min_healthy=deployment.min_healthy,
             )
         except RlctlError as error:
             request.failed(error)

@@ -37,6 +37,7 @@ ADMIN = {
     "AdmitSlots",
     "TakeOverStages",
     "SetHealing",
+    "SetMinHealthy",
     "HealStage",
     "BackupJournal",
     "ListAuditRecords",

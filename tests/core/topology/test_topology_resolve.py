@@ -180,6 +180,29 @@ def test_who_heals_a_model_is_the_models_own() -> None:
     assert "'by-hand' is not one of automatic, by_hand; did you mean 'by_hand'?" in str(problems.errors[0])
 
 
+@pytest.mark.parametrize(
+    ("written", "text", "problem"),
+    [
+        ("2", "2", ""),
+        ("'50%'", "50%", ""),
+        ("50%", "50%", ""),
+        ("0", "", ""),
+        ("3", "", "it is 3, and the model has 2 engines"),
+        ("101%", "", "min_healthy is '101%'; it must be a number or 0% to 100%"),
+        ("half", "", "min_healthy is 'half'; it must be a number or 0% to 100%"),
+        ("-1", "", "a whole number or a text such as 50%"),
+        ("true", "", "a whole number or a text such as 50%"),
+    ],
+)
+def test_a_model_says_how_many_engines_stay_routable(written: str, text: str, problem: str) -> None:
+    document = model("- {worker_type: regular, num_gpus: 2}", f"name: a\nmin_healthy: {written}")
+    if not problem:
+        assert [each.min_healthy for each in good(document).models] == [text]
+        return
+    _, problems = load(document)
+    assert problem in str(problems.errors[0])
+
+
 PD = "- worker_type: prefill\n  num_gpus: 2\n- worker_type: decode\n  num_gpus: 2\n"
 
 WRONG: dict[str, tuple[str, str]] = {
