@@ -82,8 +82,9 @@ def test_a_name_is_used_once_and_ends_in_its_unit() -> None:
         if metric.kind == "histogram":
             assert metric.name.endswith("_seconds"), metric.name
             assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
-        # An id, a version or the name of an adapter would make a series for each value that there ever was.
+        # An id, a version or the name of an adapter would make a series for each value that there ever was. Principals
+        # with a quota are those of the access file.
         assert set(metric.labels) <= {
-            "level", "loop", "method", "model", "outcome", "phase", "reason", "route", "slot", "state", "status",
-            "transport", "verb",
+            "level", "loop", "method", "model", "outcome", "phase", "principal", "reason", "route", "slot", "state",
+            "status", "transport", "verb",
         }, metric.name  # fmt: skip
