@@ -37,7 +37,7 @@ CAUGHT_BY = {
     "completeness": 1102,
     "decode_check": 1240,
     "dirty_refusal": 1000,
-    "fencing": 1000,
+    "fencing": 1004,
     "follower_link": 1011,
     "grant_order": 1049,
     "idempotency": 1000,

@@ -60,7 +60,8 @@ def test_the_decision_about_the_next_batch_is_open() -> None:
 
 async def test_the_next_batch_begins_without_the_writes_of_the_batch_before() -> None:
     begin = BeginWeightUpdateRequest(rollout=RolloutStrategy(max_unavailable=1))
-    context = cast(Context, SimpleNamespace(roster=None, fanout=None, clock=SystemClock(), journal=None))
+    roster = SimpleNamespace(min_healthy=lambda _: 0, of_model=lambda _: [])  # no limit
+    context = cast(Context, SimpleNamespace(roster=roster, fanout=None, clock=SystemClock(), journal=None))
     update = Update(context, UpdateRecord(request=begin), cast(ModelState, SimpleNamespace()), [slot(), slot()], 100.0)
     update.owner = owner()
     update.owner.decide(expected=EXPECTED)
