@@ -28,7 +28,7 @@ def fuzz(inputs: int, seed: int) -> None:
 
 
 def test_no_input_shows_a_fault() -> None:
-    fuzz(2500, seed=1)
+    fuzz(2000, seed=1)
 
 
 @pytest.mark.long

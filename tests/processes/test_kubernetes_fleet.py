@@ -103,6 +103,7 @@ def test_a_fleet_with_tls_access_file_metrics_and_page_generates(tmp_path: Path,
         assert json.loads(answer)["usage"]["completion_tokens"] >= 1
 
 
+@pytest.mark.long
 def test_the_default_values_start_and_the_pod_of_the_coordinator_has_the_command_line(tmp_path: Path) -> None:
     case = rendered("defaults")
     coordinator = case.workloads["rlctl-coordinator"]
@@ -120,6 +121,7 @@ def test_the_default_values_start_and_the_pod_of_the_coordinator_has_the_command
         assert status(kubelet.here(environment))["stages"] == []
 
 
+@pytest.mark.long
 def test_certificates_and_an_access_file_suffice_without_a_token(tmp_path: Path) -> None:
     case = rendered("cert-manager")
     coordinator = case.workloads["rlctl-coordinator"]
