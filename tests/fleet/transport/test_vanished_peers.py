@@ -9,6 +9,7 @@ import pytest
 
 from rlctl.engine import EngineConfig
 from rlctl.testing.chaos_proxy import ChaosProxy
+from rlctl.testing.fake_engine import FakeEngine
 from rlctl.transport import server
 from rlctl.transport.links import GrpcDialer
 from rlctl.v1.control_pb2 import Attach, ControlRequest
@@ -23,11 +24,12 @@ async def test_a_rank_whose_rank_zero_has_vanished_ends(tmp_path: Path, monkeypa
     (tmp_path / "weights.txt").write_text("w")
     faster = tuple((name, FASTER.get(name, value)) for name, value in server.OPTIONS)
     monkeypatch.setattr(server, "OPTIONS", faster)
+    setup = FakeEngine(EngineConfig(str(tmp_path), tp_size=2), pytest.fail).setup()
     rank = WorkerServer(WorkerConfig("fake", EngineConfig(str(tmp_path), rank=1, tp_size=2)))
     address = await rank.start()
     async with ChaosProxy(address) as proxy:
         link = await GrpcDialer(WorkerServiceStub, None).dial(proxy.address)
-        link.send(ControlRequest(attach=Attach(contract_version=CONTRACT_VERSION, engine_setup={"steps": "none"})))
+        link.send(ControlRequest(attach=Attach(contract_version=CONTRACT_VERSION, engine_setup=setup)))
         async for _ in link.receive():
             break
         proxy.blackhole = True
