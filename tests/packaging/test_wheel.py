@@ -14,6 +14,7 @@ from pathlib import Path
 
 import linked_environment
 import pytest
+import yaml
 from demo_runs import check_passed, run
 
 from rlctl.version import __version__
@@ -98,13 +99,15 @@ def test_the_source_distribution_holds_no_file_that_git_ignores(sdist: Path) -> 
         assert needed in held
 
 
-def test_one_file_states_the_version(wheel: Path) -> None:
+def test_one_file_states_the_version_and_the_chart_repeats_it(wheel: Path) -> None:
     assert about(wheel)["Version"] == __version__
     stated = subprocess.run(
         ["git", "grep", "-lwF", __version__, "--", "*.py", "*.toml", "*.yaml", "*.sh", ".ci"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
-    assert stated.split() == ["rlctl/version.py"]
+    assert stated.split() == ["kubernetes/rlctl/Chart.yaml", "rlctl/version.py"]
+    chart = yaml.safe_load((ROOT / "kubernetes" / "rlctl" / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)  # Helm reads it from there only
 
 
 def test_rlctl_runs_with_its_own_dependencies_only(wheel: Path, tmp_path: Path) -> None:
