@@ -20,7 +20,7 @@ from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.contract.verbs import of_request
 from rlctl.v1 import common_pb2, coordinator_pb2, update_pb2, verbs_pb2
 from rlctl.v1.coordinator_pb2 import AuditRecord
-from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent, PublishedVersion
+from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, FleetEvent, PublishedVersion, Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, Operation, OperationState
 
 READ_S = 30.0
@@ -390,8 +390,8 @@ class AsyncAdmin:
     async def busy(self, slots: Sequence[str]) -> dict[str, str]:
         """Return the reason why each stage is busy, by slot; {} if all stages are idle.
 
-        Reasons are requests, an open update of the model, and a stage that does not answer. A failed engine is idle.
-        Raises STAGE_NOT_FOUND.
+        Reasons are requests, an open update of the model, and a stage that does not answer. A failed engine is idle. So
+        is a stage without a link once its serving lease has ended: it serves nothing. Raises STAGE_NOT_FOUND.
         """
         slots = _listed(slots)
         fleet = await self.status()
@@ -408,7 +408,7 @@ class AsyncAdmin:
             requests = sum(load.running + load.waiting for load in loads)
             if stage is not None and stage.registration.model in updates:
                 busy[slot] = f"an update of {stage.registration.model} is open"
-            elif stage is not None and stage.state == common_pb2.STAGE_STATE_FAILED:
+            elif stage is not None and _serves_nothing(stage):
                 continue
             elif not loads:
                 why = results[slot].error.message or "it does not report its load"
@@ -497,6 +497,13 @@ class AsyncAdmin:
         request.header.validate_only = validate_only
         fleet: Fleet = await self.connection.call("SetMinHealthy", request, READ_S)
         return fleet
+
+
+def _serves_nothing(stage: Stage) -> bool:
+    """Whether no request can run: the engine has failed, or the link is lost and the serving lease has ended."""
+    if stage.state == common_pb2.STAGE_STATE_UNREACHABLE:
+        return stage.HasField("report") and not stage.report.lease_held
+    return stage.state == common_pb2.STAGE_STATE_FAILED
 
 
 def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> PublishedVersion:

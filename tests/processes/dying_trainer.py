@@ -1,7 +1,11 @@
-"""A trainer that stays in the middle of a broadcast until it is killed: ``python dying_trainer.py ADDRESS TOKEN``."""
+"""A trainer that stays half-way through a broadcast until it is killed: ``python dying_trainer.py ADDRESS SETTINGS``.
+
+SETTINGS is JSON: ``token``, and the options of the update.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -18,18 +22,17 @@ LONGEST_S = 100.0
 
 
 def stay() -> None:
-    sys.stdout.write("in the middle\n")
+    sys.stdout.write("half-way\n")
     sys.stdout.flush()
     time.sleep(LONGEST_S)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    address, token = sys.argv[1:]
-    with rlctl.connect(address, token=token) as fleet:
-        fleet.publisher("actor", bucket_bytes=100_000).update(
-            Interrupted(tiny.make(seed=5), stay), version="never", pause="retract"
-        )
+    address, settings = sys.argv[1], json.loads(sys.argv[2])
+    with rlctl.connect(address, token=settings.pop("token")) as fleet:
+        publisher = fleet.publisher("actor", bucket_bytes=4096)
+        publisher.update(Interrupted(tiny.make(seed=5), stay), version="never", **settings)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 from models import Halfway, changed, greedy
 from test_torch_fleet import all_generate_like, digests
+from trainers import half_way
 
 import rlctl
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
@@ -123,30 +122,12 @@ def test_a_checkpoint_with_another_digest_leaves_the_old_weights_serving(
 
 
 def test_a_trainer_that_is_killed_half_way_costs_no_token(
-    fleet: Fleet, torch_fleet: LaunchedFleet, publisher: Publisher, tiny: tuple[Any, Path]
+    fleet: Fleet, torch_fleet: LaunchedFleet, publisher: Publisher, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     old = changed(tiny[0], seed=68)
     publisher.update(old, version="survives")
-    script = f"""
-import sys, threading
-import rlctl
-from rlctl.demo import tiny
-sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
-from models import Halfway
-
-def hang():
-    print("half way", flush=True)
-    threading.Event().wait()
-
-with rlctl.connect({torch_fleet.address!r}) as fleet:
-    publisher = fleet.publisher("actor", bucket_bytes=4096)
-    publisher.update(Halfway(tiny.make(seed=78), hang), version="never", apply="staged")
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "half way\n"
+    with half_way(torch_fleet.address, tmp_path, apply="staged"):
         all_generate_like(fleet, old)
-        trainer.kill()
     all_generate_like(fleet, old)
     (open_update,) = {model.update_id for model in fleet.status().models}
     operation = fleet.abort_update(open_update, reason="its trainer is gone")

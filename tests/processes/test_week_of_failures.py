@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from forking import NURSERY
 from scraping import Scrape
+from trainers import half_way
 from up_helpers import known, own_state, rlctl_command
 
 import rlctl
@@ -47,8 +47,6 @@ TOKEN = "the token of the week"
 NAME = "week"
 PAIR, SINGLE = "actor-0", "actor-single-0"
 RANK = f"{PAIR}.1"
-DYING = Path(__file__).with_name("dying_trainer.py")
-
 
 LONGEST_S = 150.0
 """Engines of a busy machine take a minute to load."""
@@ -209,7 +207,6 @@ def week(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Any, Path]) -> It
         "metrics": True,
         "gateways": "127.0.0.1",
         "auth": {"token_file": str(directory / "token")},
-        "drain_timeout_s": 1,
         "restart": {"backoff_s": 0.2, "limit": 2, "within_s": 1800},
     }
     file.write_text(
@@ -256,23 +253,16 @@ def test_an_update_of_another_shape_changes_nothing(week: Week) -> None:
 
 
 def test_a_trainer_dies_in_a_broadcast_while_another_one_wants_to_update(week: Week, tmp_path: Path) -> None:
-    with (tmp_path / "trainer.err").open("w+b") as stderr:
-        trainer = NURSERY.script([str(DYING), known(NAME).endpoint, TOKEN], stderr)
-        try:
-            assert trainer.stdout.readline() == b"in the middle\n", (stderr.seek(0), stderr.read())
-            row = Row("two trainers update a model")
-            with pytest.raises(RlctlError) as caught:
-                week.update()
-            assert caught.value.reason is Reason.UPDATE_IN_PROGRESS
-            model = Ran("get", "models", "-o", "json").data[0]
-            assert model["update_owner"] in str(caught.value)
-            assert model["update_id"] in str(caught.value)
-            row.step("rlctl weights abort")
-            assert "UPDATING" in week.status()
-        finally:
-            trainer.kill()
-            trainer.wait(20)
-            trainer.close()
+    with half_way(known(NAME).endpoint, tmp_path, token=TOKEN, pause="retract"):
+        row = Row("two trainers update a model")
+        with pytest.raises(RlctlError) as caught:
+            week.update()
+        assert caught.value.reason is Reason.UPDATE_IN_PROGRESS
+        model = Ran("get", "models", "-o", "json").data[0]
+        assert model["update_owner"] in str(caught.value)
+        assert model["update_id"] in str(caught.value)
+        row.step("rlctl weights abort")
+        assert "UPDATING" in week.status()
     row = Row("the trainer died in a broadcast")
     until(lambda: all(stage["unhealable"] for stage in week.stages().values()), "no stage is UNHEALABLE")
     row.shows(week.status(), Ran("doctor").out)
@@ -437,6 +427,7 @@ def test_a_stopped_stage_is_replaced(week: Week) -> None:
         week.status()
         replaced = Ran(*row.step("rlctl restart SLOT", SLOT=SINGLE), "--yes")
         assert replaced.code == 0, replaced.err
+        assert "they are ended" not in week.log("supervisor"), "no wait for requests of a stage without a lease"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

@@ -1,8 +1,10 @@
-"""Trainers of several processes, run to their end."""
+"""Trainers in processes of their own: of several ranks, run to their end, or killed half-way through a broadcast."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from forking import NURSERY
 from rlctl.sdk.blocking import Fleet
 
 RANK = Path(__file__).with_name("trainer_rank.py")
+DYING = Path(__file__).with_name("dying_trainer.py")
 PP_TP = {"layout": "pp-tp", "size": 4, "sources": [0, 2]}
 FSDP = {"layout": "fsdp", "size": 2, "sources": [0]}
 
@@ -46,3 +49,17 @@ def train(
             process.close()
             stderr.close()
     return said
+
+
+@contextlib.contextmanager
+def half_way(address: str, directory: Path, *, token: str = "", **options: Any) -> Iterator[None]:
+    """Run a trainer that stays half-way through a broadcast, and kill it at the end of the context."""
+    with (directory / "trainer.err").open("w+b") as stderr:
+        trainer = NURSERY.script([str(DYING), address, json.dumps({"token": token} | options)], stderr)
+        try:
+            assert trainer.stdout.readline() == b"half-way\n", (stderr.seek(0), stderr.read())
+            yield
+        finally:
+            trainer.kill()
+            trainer.wait(20)
+            trainer.close()

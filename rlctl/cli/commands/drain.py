@@ -21,9 +21,10 @@ DRAIN_S = 300.0
 def drain(settings: Settings, slots: tuple[str, ...], reason: str, force: bool) -> None:
     """Disable stages, and wait until they are idle.
 
-    Running requests end by themselves; none is aborted. A stage is busy while an update of its model is open. The
-    command fails with exit code 6 after --timeout, by default 5 minutes; the stages stay disabled. `rlctl enable` lets
-    them serve again. A drain that would leave fewer stages of a model routable than its min_healthy is refused.
+    Running requests end by themselves; none is aborted. A stage is busy while an update of its model is open. A stage
+    without a link is idle once its serving lease has ended. The command fails with exit code 6 after --timeout, by
+    default 5 minutes; the stages stay disabled. `rlctl enable` lets them serve again. A drain that would leave fewer
+    stages of a model routable than its min_healthy is refused.
     """
     settings.mutating = not settings.dry_run
     reasons: dict[str, str] = {}

@@ -308,6 +308,23 @@ async def test_a_stage_is_not_drained_while_an_update_counts_on_it(fleet: InProc
         assert "its load is unknown" in (await client.busy("b"))["b"]
 
 
+async def test_a_stage_without_a_link_is_idle_from_the_end_of_its_serving_lease(make_fleet: Callable) -> None:
+    """A restart of a stopped stage would otherwise wait for the whole drain timeout, although no request runs there."""
+    async with (
+        make_fleet(a=1, b=1, lease_s=2.0) as fleet,
+        await aio.connect(fleet.server.address) as client,
+        unreachable(fleet, "b"),
+    ):
+        assert fleet.stage("b").report.lease_held
+        assert list(await client.busy("b")) == ["b"]
+        after = await client.drain("b", timeout_s=10)
+        assert [stage.enabled for stage in after.stages] == [True, False]
+        assert not fleet.stage("b").report.lease_held
+        plan = await begin(fleet)
+        assert await client.busy("b") == {"b": "an update of actor is open"}
+        await abort(fleet, plan)
+
+
 async def test_a_stage_that_is_left_to_the_next_update_says_when_it_is_healed(make_fleet: Callable) -> None:
     async with make_fleet(a=1, graces=Graces(heal_s=1.5)) as fleet:
         plan = await begin(fleet)
