@@ -615,7 +615,7 @@ class Coordinator:
                 await planned.enter_async_context(self.roster.models[slot.model].opening)
                 self.updates.refuse_target(slot)
             with disruptions.disrupting(self.roster, [slot], force=request.force or request.leaves):
-                if not request.boot_id:  # not the stage itself: the slot is given up
+                if not request.leaves:  # not the stage itself: the slot is given up
                     slot.engine_failure = None
                 await self.roster.retire(slot)
             slot.gone = slot.gone or request.leaves

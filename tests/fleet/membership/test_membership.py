@@ -281,7 +281,8 @@ async def test_a_slot_stays_listed_while_its_launcher_reports_that_the_engine_fa
         assert [target.slot for target in operation.stage_results] == ["b"]
         await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
         # Taken out of the topology: deregistered by the launcher, and gone.
-        await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a"))
+        async with await aio.connect(fleet.server.address) as client:
+            await client.deregister("a")
         assert [stage.registration.slot for stage in fleet.server.coordinator.roster.fleet().stages] == ["b"]
         await fleet.stub.ReportEngineFailure(c.ReportEngineFailureRequest(slot="a", failure=failure))
         await fleet.start_stage(fleet.specs[0])
