@@ -27,11 +27,10 @@ from rlctl.v1.fleet_pb2 import StageReport
 
 PING_EVERY_S = 1.0
 SILENCE_S = 5.0
-MOST_PENDING = 4096
-"""Commands under way to a peer. Also bounds the unsent messages of a link whose peer does not read: pings without an
-answer end the link.
-"""
 """Seconds of pings without any message of the peer, even a pong, after which the link is closed."""
+
+MOST_PENDING = 4096
+"""Most commands under way to a peer, and so the most unsent commands to a peer that does not read."""
 
 HOP_S = 0.25
 """Seconds reserved from a command's time budget per hop, at most a tenth. A receiver out of time can then still report

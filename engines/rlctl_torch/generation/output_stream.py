@@ -54,9 +54,8 @@ class Stream:
         self._echo_prompt = echo_prompt
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._deltas: deque[Delta] = (
-            deque()
-        )  # bounded by the length of the samples: the engine never waits for a reader
+        # Bounded by the length of the samples: the engine never waits for a reader.
+        self._deltas: deque[Delta] = deque()
         self._scores: Sequence[Choice] | None = None
         self._error: RlctlError | None = None
         self._started = time.monotonic()
