@@ -12,7 +12,6 @@ import contextlib
 import marshal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -49,7 +48,8 @@ class Room:
     def __init__(self, total: int) -> None:
         self.used = 0
         self._total = total
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: dict[asyncio.Future[None], int] = {}
+        """Sizes of the waiting bodies, in order of arrival."""
 
     async def take(self, size: int) -> None:
         """Wait for room for ``size`` bytes.
@@ -62,7 +62,7 @@ class Room:
         if len(self._waiting) >= MOST_WAITING:
             raise Reason.TOO_MANY_REQUESTS.error(f"{len(self._waiting)} bodies wait for room here", field="body")
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, admitted))
+        self._waiting[admitted] = size
         try:
             async with asyncio.timeout(WAIT_S):
                 await admitted
@@ -70,6 +70,7 @@ class Room:
             if admitted.done() and not admitted.cancelled():
                 self.give(size)
             admitted.cancel()
+            self._waiting.pop(admitted, None)
             self._admit()  # the cancelled request may have been first in line
             if isinstance(error, TimeoutError):
                 raise self._full(size) from None
@@ -91,13 +92,13 @@ class Room:
 
     def _admit(self) -> None:
         while self._waiting:
-            size, admitted = self._waiting[0]
+            admitted, size = next(iter(self._waiting.items()))
             if not admitted.cancelled():
                 if not self._fits(size):
                     return
                 self.used += size
                 admitted.set_result(None)
-            self._waiting.popleft()
+            del self._waiting[admitted]
 
 
 class Bodies:

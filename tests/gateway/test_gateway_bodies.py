@@ -48,6 +48,22 @@ async def test_a_body_that_finds_too_many_waiting_is_refused_at_once(monkeypatch
     assert room.used == 9
 
 
+async def test_a_caller_that_leaves_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_bodies, "MOST_WAITING", 2)
+    room = Room(10)
+    await room.take(6)
+    first, second = (asyncio.create_task(room.take(8)) for _ in range(2))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second])
+    third = asyncio.create_task(room.take(2))
+    await asyncio.sleep(0)
+    assert not third.done(), "the first still waits"
+    room.give(6)
+    await asyncio.gather(first, third)
+    assert room.used == 10
+
+
 async def test_room_that_nobody_waits_for_any_more_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_bodies, "WAIT_S", 0.05)
     room = Room(10)
