@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from waiting import eventually
 from yarl import URL
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.scopes import Grant, Scope
 from rlctl.gateway.backend.data_ports import lists
 from rlctl.gateway.backend.service import Generation
 from rlctl.gateway.generation import passthrough
@@ -27,6 +29,8 @@ from rlctl.runtime.http_errors import REASON, body_of, headers_of
 from rlctl.stage.server import StageServer
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.transport import access_file
+from rlctl.transport.access_file import Entry, TokenHash, hash_of
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 
@@ -564,6 +568,36 @@ async def test_a_gateway_takes_so_many_at_a_time(both: Any, make_gateway: Callab
         assert headers["Retry-After"] == "1"
         end.set()
         assert (await going)[0] == 200
+
+
+async def test_a_forwarded_request_has_a_place_of_its_caller_until_it_has_ended(
+    make_ports: Callable[..., Any], make_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    sampler = Entry("sampler", (Grant(Scope.ROLLOUT),), (TokenHash(hash_of("mine"), 0.0),), (), 1)
+    access_file.write(tmp_path / "access.json", {"sampler": sampler})
+    access_path = str(tmp_path / "access.json")
+    mine = {"Authorization": "Bearer mine"}
+    async with (
+        make_ports("a", token=TOKEN, access_file=access_path) as (fleet, ports),
+        make_gateway(fleet) as (server, http),
+    ):
+        counted = server.generation.quotas._in_flight
+        ports["a"].answering = streaming(b"data: 1\n\n", asyncio.Event())
+        async with http.post("/generate", data=BODY, headers=mine) as response:
+            assert await response.content.readline() == b"data: 1\n"
+            status, headers, body = await asyncio.wait_for(ask(http, **mine), 5)
+            assert (status, json.loads(body)["error"]["reason"]) == (429, "QUOTA_EXCEEDED")
+            assert headers["Retry-After"] == "1"
+            assert total(ports) == 1, "the refused request stays here"
+            assert counted == {"sampler": 1}
+        await eventually(lambda: not counted)  # the client has left
+        ports["a"].answering = streaming(b"data: 1\n\n", end=False)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await ask(http, **mine)
+        await eventually(lambda: not counted)
+        ports["a"].answering = plain
+        for _ in range(2):
+            assert (await ask(http, **mine))[0] == 200
 
 
 async def test_an_answer_that_does_not_begin_in_time_is_ended(both: Any, make_gateway: Callable[..., Any]) -> None:
