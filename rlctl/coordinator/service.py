@@ -16,7 +16,7 @@ from rlctl.command_stream.commander import Commander
 from rlctl.contract.access import Subject
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.contract.quotas import excess_reads
+from rlctl.contract.quotas import counted, excess_reads
 from rlctl.contract.scopes import calling
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Verb, of_request, spoils
@@ -281,17 +281,11 @@ class Coordinator:
         if identity is None:
             yield
             return
-        name = identity.principal.name
-        refusal = excess_reads(identity.principal, self._reads[name])
+        refusal = excess_reads(identity.principal, self._reads[identity.principal.name])
         if refusal is not None:
             raise refusal
-        self._reads[name] += 1
-        try:
+        with counted(self._reads, identity.principal.name):
             yield
-        finally:
-            self._reads[name] -= 1
-            if not self._reads[name]:
-                del self._reads[name]
 
     async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
         update_id = _header(request).fence.update_id

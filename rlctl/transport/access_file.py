@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rlctl.contract import quotas
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import PRINCIPAL, RESERVED, Grant, Principal
 from rlctl.runtime import private_files
@@ -32,9 +33,6 @@ LOOK_S = 1.0
 """Interval of a server's checks for changes of the file, seconds."""
 
 ID_LENGTH = 8
-
-MOST_IN_FLIGHT = 1_000_000
-"""Largest quota of a principal."""
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -242,8 +240,8 @@ def _entry(path: Path, where: str, value: object) -> Entry:
 
 def _quota(path: Path, where: str, fields: Mapping[str, Any]) -> int | None:
     quota: int | None = fields.get("max_in_flight")
-    if quota is not None and not 1 <= quota <= MOST_IN_FLIGHT:
-        raise _invalid(path, f"{where} is {quota}; it must be from 1 to {MOST_IN_FLIGHT}")
+    if quota is not None and not 1 <= quota <= quotas.LARGEST:
+        raise _invalid(path, f"{where} is {quota}; it must be from 1 to {quotas.LARGEST}")
     return quota
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from rlctl.contract.access import Method
 from rlctl.contract.errors import Reason
-from rlctl.contract.quotas import excess
+from rlctl.contract.quotas import counted, excess
 from rlctl.contract.scopes import Identity, Scope, calling
 from rlctl.transport.denials import Denials
 
@@ -33,7 +33,6 @@ class Quotas:
         self._denials = denials
         self._refused = refused
         self._most = most
-        self._total = 0
         self._in_flight: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -47,17 +46,10 @@ class Quotas:
         if identity is not None:
             name = identity.principal.name
             self._refuse_excess(identity, requests)
-        if self._most is not None and self._total + requests > self._most:
-            raise Reason.TOO_MANY_REQUESTS.error(f"{self._total} requests are in flight at this server")
-        self._total += requests
-        self._in_flight[name] += requests
-        try:
+        if self._most is not None and (total := self._in_flight.total()) + requests > self._most:
+            raise Reason.TOO_MANY_REQUESTS.error(f"{total} requests are in flight at this server")
+        with counted(self._in_flight, name, requests):
             yield
-        finally:
-            self._total -= requests
-            self._in_flight[name] -= requests
-            if not self._in_flight[name]:
-                del self._in_flight[name]
 
     def _refuse_excess(self, identity: Identity, requests: int) -> None:
         principal = identity.principal

@@ -146,6 +146,8 @@ def test_a_principal_has_the_quota_of_the_file_unless_it_has_its_own(cli: Cli, f
     changed = cli("tokens", "limit", "ci", "8")
     assert changed.code == 0
     assert "ci has a quota of 8 requests in flight at each server." in changed.err
+    assert cli("--yes", "tokens", "revoke", "other").code == 0
+    assert read(file).max_in_flight == 100
     conflict = cli("tokens", "new", "ci", "--max-in-flight", "9")
     assert conflict.code == 2
     assert "rlctl tokens limit ci 9" in conflict.err

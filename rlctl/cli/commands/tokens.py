@@ -14,13 +14,14 @@ from rlctl.cli.app.settings import Settings
 from rlctl.cli.app.types import DURATION
 from rlctl.cli.render.printer import View, show
 from rlctl.cli.render.tables import Table
+from rlctl.contract import quotas
 from rlctl.contract.errors import Reason
 from rlctl.contract.scopes import DEFAULT, PRINCIPAL, RESERVED, Grant
 
 if TYPE_CHECKING:
     from rlctl.transport.access_file import Entry, Principals
 
-QUOTA = click.IntRange(1, 1_000_000)
+QUOTA = click.IntRange(1, quotas.LARGEST)
 
 _file = click.option(
     "--file",

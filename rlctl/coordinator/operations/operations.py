@@ -62,7 +62,7 @@ class Run:
         self.ended_at = float("inf")
         """Time of the end, on the clock's ``now``."""
         self.step = False
-        """Whether the operation is a step of an open update, and so no operation of its caller beside the update."""
+        """Whether the operation is a step of an open update. The quota of its caller does not count steps."""
         self.traceparent = ""
         """W3C trace context of the call that started the operation."""
         self.task: asyncio.Task[None] | None = None
@@ -267,7 +267,7 @@ class Operations:
         A disconnect of the caller does not cancel the task. ``work`` adds the results. An error of ``work`` ends the
         operation FAILED, CANCELLED after :meth:`give_up`, or UNKNOWN if a result is UNKNOWN or the error is a defect.
         If this call is cancelled, ``work`` does not run, and the operation ends CANCELLED.
-        ``step``: the operation belongs to an open update, as every operation with the ``update_id`` of another one.
+        ``step``: the operation is a step of an open update. An ``update_id`` other than its own id says the same.
 
         Raises OPERATION_CONFLICT for an exclusive operation while an exclusive operation runs on a target, and
         REQUEST_ID_REUSED if an operation was accepted under the id since the caller's check. Raises QUOTA_EXCEEDED.
