@@ -319,6 +319,7 @@ class LaunchedFleet:
                 del self.runs[slot]
                 self._replacing.discard(slot)
                 self._forced.discard(slot)
+                self._refused.pop(slot, None)
                 self._say(f"{slot}: stopped")
                 if spec is None:
                     self._dismiss_absent()  # a failed engine did not deregister
@@ -361,26 +362,27 @@ class LaunchedFleet:
         try:
             client.set_enabled([slot], False, reason=REPLACED, force=slot in self._forced)
         except RlctlError as error:
-            if error.reason is Reason.MIN_HEALTHY and slot not in self._refused:
+            if error.reason is Reason.MIN_HEALTHY:
+                if slot not in self._refused:
+                    self._say(f"{slot}: waits for its drain: {error.message}")
                 self._refused[slot] = error
-                self._say(f"{slot}: waits for its drain: {error.message}")
             raise
         self._refused.pop(slot, None)
 
     def _refuse_unable(
         self, specs: Sequence[EngineSpec], limits: Mapping[str, str], restarted: Collection[str]
     ) -> None:
-        """Raise MIN_HEALTHY if a model has too few engines for the replacement of one that serves."""
-        ready = {slot: run for slot, run in self.runs.items() if run.phase is Phase.READY}
-        replaced = [spec for spec in specs if spec.slot in ready]
-        replaced = [spec for spec in replaced if spec.slot in restarted or ready[spec.slot].spec.differs(spec)]
-        for model in sorted({spec.model for spec in replaced}):
-            engine_count = sum(spec.model == model for spec in specs)
-            text = limits.get(model, "")
-            if min_healthy.limit(min_healthy.parse(text or "0"), engine_count) < engine_count:
+        """Raise MIN_HEALTHY for an engine that serves and could never be replaced or removed."""
+        specs_by_slot = {spec.slot: spec for spec in specs}
+        for slot, run in sorted(self.runs.items()):
+            spec, text = specs_by_slot.get(slot), limits.get(run.spec.model, "")
+            changes = spec is None or slot in restarted or run.spec.differs(spec)
+            if run.phase is not Phase.READY or not changes or not text or not _is_needed(run.spec, specs, text):
                 continue
+            engine_count = sum(each.model == run.spec.model for each in specs) + (spec is None)
             raise Reason.MIN_HEALTHY.error(
-                f"{model} has {engine_count} engines and min_healthy {text}: none of them can be replaced",
+                f"{run.spec.model} has {engine_count} engines and min_healthy {text}: {slot} can never be "
+                f"{'replaced' if spec is not None else 'removed'}",
                 field="min_healthy",
                 next_step="Add an engine or lower min_healthy in the topology file; or `rlctl restart SLOT --force`.",
             )
@@ -499,8 +501,7 @@ class LaunchedFleet:
             if run.error is not None:
                 raise run.error
         for slot, error in self._refused.items():
-            engine_count = sum(spec.model == error.metadata["model"] for spec in self.engines)
-            if engine_count <= int(error.metadata["limit"]):  # no wait helps
+            if _is_needed(self.runs[slot].spec, self.engines, error.metadata["min_healthy"]):  # no wait helps
                 self._replacing.discard(slot)
                 raise error
         for error in self.gateways.errors.values():
@@ -563,6 +564,15 @@ def _refuse_absent(slots: Collection[str], engine_slots: Sequence[str]) -> None:
             raise Reason.STAGE_NOT_FOUND.error(
                 f"there is no engine {slot!r}; there are: {', '.join(engine_slots) or 'none'}", field="slot"
             )
+
+
+def _is_needed(engine: EngineSpec, engines: Collection[EngineSpec], limit: str) -> bool:
+    """Whether too few engines are routable without this engine, also if all others of its model are routable.
+
+    ``limit``: min_healthy of the model. A share counts this engine too, which is registered until it has ended.
+    """
+    slots = {spec.slot for spec in engines if spec.model == engine.model} | {engine.slot}
+    return min_healthy.limit(min_healthy.parse(limit), len(slots)) >= len(slots)
 
 
 def _placed(engines: Sequence[EngineSpec]) -> list[EngineSpec]:

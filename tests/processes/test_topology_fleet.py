@@ -285,7 +285,7 @@ def test_a_change_replaces_engines_one_after_the_other(fleet_of_fakes: Callable[
         assert fleet.generate("x", model="critic", max_new_tokens=2).slot == "critic-0"
 
 
-def test_restarts_changes_and_removals_keep_min_healthy(fleet_of_fakes: Callable[..., Path]) -> None:
+def test_restarts_and_changes_keep_min_healthy(fleet_of_fakes: Callable[..., Path]) -> None:
     up = rlctl_command("up", str(fleet_of_fakes(min_healthy="100%")), "--detach")
     assert up.returncode == 0, up.stderr
     first = known("fakes")
@@ -296,7 +296,7 @@ def test_restarts_changes_and_removals_keep_min_healthy(fleet_of_fakes: Callable
             refused = rlctl_command(*command)
             assert refused.returncode == 7, refused.stderr
             assert "MIN_HEALTHY" in refused.stderr
-            assert "actor has 2 engines and min_healthy 100%: none of them can be replaced" in refused.stderr
+            assert "actor has 2 engines and min_healthy 100%: actor-0 can never be replaced" in refused.stderr
         assert known("fakes").processes == first.processes
         forced = rlctl_command("restart", "actor-0", "--name", "fakes", "--yes", "--force")
         assert forced.returncode == 0, forced.stderr
@@ -321,6 +321,23 @@ def test_restarts_changes_and_removals_keep_min_healthy(fleet_of_fakes: Callable
         unlimited = rlctl_command("up", str(fleet_of_fakes(pace=0.002)), "--yes")
         assert unlimited.returncode == 0, unlimited.stderr
         assert fleet.status().models[0].min_healthy_stages == 0
+
+
+def test_removals_wait_for_the_limit_of_the_engines_that_are_registered(fleet_of_fakes: Callable[..., Path]) -> None:
+    up = rlctl_command("up", str(fleet_of_fakes(engines=4, min_healthy="50%")), "--detach")
+    assert up.returncode == 0, up.stderr
+    # The third engine may leave once the first is gone: 50% of 4 engines are 2, and of 2 engines 1.
+    fewer = rlctl_command("up", str(fleet_of_fakes(engines=1, min_healthy="50%")), "--yes")
+    assert fewer.returncode == 0, fewer.stderr
+    assert "waits for its drain: actor has 2 of 4 stages routable" in fewer.stderr
+    first = known("fakes")
+    assert list(first.engines) == ["actor-0"]
+    # 100% of all registered engines includes an engine that is removed.
+    assert rlctl_command("up", str(fleet_of_fakes(engines=2, min_healthy="100%")), "--yes").returncode == 0
+    never = rlctl_command("up", str(fleet_of_fakes(engines=1, min_healthy="100%")), "--yes")
+    assert never.returncode == 7, never.stderr
+    assert "actor has 2 engines and min_healthy 100%: actor-1 can never be removed" in never.stderr
+    assert sorted(known("fakes").engines) == ["actor-0", "actor-1"]
 
 
 def test_an_engine_that_does_not_come_up_is_told_and_the_others_serve_on(

@@ -54,12 +54,12 @@ def refuse(roster: Roster, slots: Collection[Slot]) -> None:
         remaining = [slot for slot in routable if slot not in leaving]
         if not least or not leaving or len(remaining) >= least:
             continue
-        names = ", ".join(slot.name for slot in leaving)
+        names, text = ", ".join(slot.name for slot in leaving), min_healthy.words(model.record.min_healthy)
         raise Reason.MIN_HEALTHY.error(
             f"{name} has {len(routable)} of {len(roster.of_model(model))} stages routable, and would have "
-            f"{len(remaining)} without {names}; min_healthy is {min_healthy.words(model.record.min_healthy)}"
+            f"{len(remaining)} without {names}; min_healthy is {text}"
             + (f" ({least} stages)" if model.record.min_healthy.percent else ""),
-            metadata={"model": name, "limit": str(least), "healthy": str(len(routable))},
+            metadata={"model": name, "min_healthy": text, "limit": str(least), "healthy": str(len(routable))},
         )
 
 

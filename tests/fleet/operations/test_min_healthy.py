@@ -60,7 +60,7 @@ async def test_a_disable_leaves_enough_stages_routable(four: InProcessFleet, tex
     refused = await disable(four, "a", "b")
     assert refused is not None
     assert refused.reason is Reason.MIN_HEALTHY
-    assert refused.metadata == {"model": "actor", "limit": "3", "healthy": "4"}
+    assert refused.metadata == {"model": "actor", "min_healthy": text, "limit": "3", "healthy": "4"}
     assert f"would have 2 without a, b; min_healthy is {text}" in refused.message
     assert routable(four) == 4
     assert await disable(four, "a") is None
