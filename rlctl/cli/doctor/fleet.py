@@ -241,6 +241,21 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
         yield warning("links", "stages", "no stage is registered", "Start engines: `rlctl up`, or `rlctl stage`.")
 
 
+def check_min_healthy(fleet: FleetReadings) -> Iterator[Finding]:
+    """Check that no model has fewer routable stages than its min_healthy."""
+    limited = [model for model in fleet.fleet.models if model.min_healthy_stages]
+    below_count = 0
+    for model in limited:
+        routable = sum(stage.routable for stage in fleet.fleet.stages if stage.registration.model == model.name)
+        if routable < model.min_healthy_stages:
+            below_count += 1
+            observation = f"min_healthy is {roster.health(model, routable)}"
+            mend = "Mend its stages: drains and rolling updates are refused. `rlctl min-healthy` changes the limit."
+            yield warning("min-healthy", f"model {model.name}", observation, mend)
+    if not below_count:
+        yield ok("min-healthy", "models", f"{len(limited)} of {len(fleet.fleet.models)} have a limit, none is below")
+
+
 def _mend_link(stage: Stage) -> str:
     slot, address = stage.registration.slot, stage.registration.address
     if stage.HasField("engine_failure"):
@@ -293,6 +308,7 @@ FLEET_CHECKS: Sequence[Callable[[FleetReadings], Iterator[Finding]]] = (
     check_versions,
     check_engines,
     check_links,
+    check_min_healthy,
     check_addresses,
 )
 

@@ -93,7 +93,7 @@ def models_table(fleet: Fleet, wide: bool) -> Table:
             values.yes(model.updatable),
             str(len(stages)),
             str(sum(stage.routable for stage in stages)),
-            _health(model, sum(stage.routable for stage in stages)),
+            health(model, sum(stage.routable for stage in stages)),
             model.update_id,
         ]
         if wide:
@@ -123,7 +123,7 @@ def limits_table(fleet: Fleet) -> Table:
     return Table(("MODEL", "MIN HEALTHY", "LIMIT", "STAGES", "ROUTABLE", "BELOW"), rows)
 
 
-def _health(model: Model, routable: int) -> str:
+def health(model: Model, routable: int) -> str:
     """Return the limit of a model, with the routable stages if fewer: ``2, below: 1 routable``. "": no limit."""
     text = min_healthy.words(model.min_healthy)
     return f"{text}, below: {routable} routable" if routable < model.min_healthy_stages else text
@@ -171,7 +171,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Checkpoint", model.checkpoint),
                 ("Adapters", values.adapters(model.adapters)),
                 ("Updatable", values.yes(model.updatable)),
-                ("Min healthy", _health(model, sum(stage.routable for stage in stages))),
+                ("Min healthy", health(model, sum(stage.routable for stage in stages))),
                 ("Open update", model.update_id),
                 ("Held by", model.update_owner),
                 (

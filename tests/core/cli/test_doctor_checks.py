@@ -26,7 +26,7 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_UNREACHABLE,
     STAGE_STATE_UPDATING,
 )
-from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, Stage, StageRegistration
+from rlctl.v1.fleet_pb2 import EngineFailure, Fleet, MinHealthy, Model, Stage, StageRegistration
 from rlctl.v1.verbs_pb2 import ServerInfo
 from rlctl.version import CONTRACT_VERSION, __version__
 
@@ -144,7 +144,8 @@ def answer(version: str = "2.13", rlctl: str = __version__, clock_s: float = 0.0
 def fleet_of(*stages: Stage, **readings: Any) -> FleetReadings:
     answers = {each.registration.slot: answer() for each in stages}
     contract, version = readings.pop("coordinator", (CONTRACT_VERSION, __version__))
-    message = Fleet(stages=stages, contract_version=contract, rlctl_version=version)
+    models = readings.pop("models", [])
+    message = Fleet(stages=stages, models=models, contract_version=contract, rlctl_version=version)
     answers |= readings.pop("answers", {})
     return FleetReadings("10.0.0.1:5080", message, answers=answers, **readings)
 
@@ -160,6 +161,7 @@ LOST = stage("a", STAGE_STATE_UNREACHABLE, not_routable="UNREACHABLE: the link i
 CRASHED = stage("a", STAGE_STATE_FAILED, not_routable="FAILED: crash loop, 8 failures in a row: out of memory")
 PAUSED = stage("a", STAGE_STATE_PAUSED, not_routable="PAUSED")
 WRITTEN = stage("a", STAGE_STATE_UPDATING, not_routable="UPDATING")
+HALF = Model(name="actor", min_healthy=MinHealthy(percent=50), min_healthy_stages=1)
 UNHEALABLE = stage("a", STAGE_STATE_DIRTY, not_routable="DIRTY: it broke, UNHEALABLE: no source", unhealable=True)
 ENDED = stage(
     "a", STAGE_STATE_UNREACHABLE, not_routable="UNREACHABLE: killed", engine_failure=EngineFailure(reason="killed")
@@ -201,6 +203,7 @@ SILENT = {"a": Answer(error="TIMED_OUT")}
         (of_fleet.check_links, fleet_of(WRITTEN), WARNING, "UPDATING", "rlctl operations"),
         (of_fleet.check_links, fleet_of(UNHEALABLE), WARNING, "UNHEALABLE: no source", "heal a --checkpoint DIR"),
         (of_fleet.check_links, fleet_of(CRASHED), FAILURE, "crash loop", "restart a"),
+        (of_fleet.check_min_healthy, fleet_of(LOST, models=[HALF]), WARNING, "50%, below: 0 routable", "min-healthy"),
         (
             of_fleet.check_links,
             fleet_of(stage("a"), answers={"a": Answer(error="TIMED_OUT")}),
@@ -238,6 +241,11 @@ def test_what_is_wrong_with_a_fleet_is_seen_and_can_be_mended(
 ) -> None:
     finding = worst(check(fleet))
     assert (finding.verdict, seen in finding.seen, mend in finding.mend) == (verdict, True, True), finding
+
+
+def test_a_model_at_its_limit_is_ok() -> None:
+    (finding,) = of_fleet.check_min_healthy(fleet_of(LOST, stage("b"), models=[HALF, Model(name="critic")]))
+    assert (finding.verdict, finding.seen) == (OK, "1 of 2 have a limit, none is below")
 
 
 def test_the_addresses_of_a_failed_stage_are_not_looked_for() -> None:
