@@ -718,8 +718,7 @@ class Coordinator:
                 record.CopyFrom(model.record)
                 record.min_healthy.CopyFrom(request.min_healthy)
                 await self._journal.write([model_put(record)])
-                model.record.ClearField("min_healthy")  # in place, since groups of the record may change meanwhile
-                model.record.MergeFrom(ModelRecord(min_healthy=request.min_healthy))
+                model.record.min_healthy.CopyFrom(request.min_healthy)  # the record's groups may have changed meanwhile
             self.roster.changed()
         return self.roster.fleet()
 

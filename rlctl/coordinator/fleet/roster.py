@@ -534,6 +534,15 @@ class Roster:
                 f"no stage serves model {name!r}; there are: {model_names}", field=field_path
             ) from None
 
+    def of_model(self, model: ModelState) -> list[Slot]:
+        """Return the slots of a model that are part of the fleet."""
+        return [slot for slot in self.slots.values() if slot.model == model.record.name and slot.listed]
+
+    def min_healthy(self, model: ModelState) -> int:
+        """Return the number of stages that voluntary disruptions leave routable; 0: no limit."""
+        minimum = model.record.min_healthy
+        return min_healthy.limit(minimum, len(self.of_model(model)) if minimum.percent else 0)
+
     def select(self, target: Target) -> tuple[list[Slot], list[ExcludedStage]]:
         """Freeze a target set: (targets in slot order, excluded stages). Raises on unknown names and without targets.
 
@@ -584,15 +593,6 @@ class Roster:
 
     def header(self) -> ResponseHeader:
         return ResponseHeader(fleet_epoch=self.epoch, served_by="coordinator", observed_at=self._clock.wall())
-
-    def of_model(self, model: ModelState) -> list[Slot]:
-        """Return the slots of a model that are part of the fleet."""
-        return [slot for slot in self.slots.values() if slot.model == model.record.name and slot.listed]
-
-    def min_healthy(self, model: ModelState) -> int:
-        """Return the number of stages that voluntary disruptions leave routable; 0: no limit."""
-        minimum = model.record.min_healthy
-        return min_healthy.limit(minimum, len(self.of_model(model)) if minimum.percent else 0)
 
     def fleet(self, model: str = "") -> Fleet:
         """Return the state of the fleet, or of a single model. Raises MODEL_NOT_FOUND."""
