@@ -28,13 +28,16 @@ from rlctl.v1.rollout_pb2 import GenerateResponse, Sample
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [("30s", 30), ("500ms", 0.5), ("2m", 120), ("1h", 3600), ("1.5s", 1.5), ("7", 7), (".5s", 0.5), (" 3s ", 3)],
-)
+    [
+        ("30s", 30), ("500ms", 0.5), ("2m", 120), ("1h", 3600), ("90d", 7_776_000), ("1.5s", 1.5), ("7", 7),
+        (".5s", 0.5), (" 3s ", 3),
+    ],
+)  # fmt: skip
 def test_durations_are_read(written: str, seconds: float) -> None:
     assert DURATION.convert(written, None, None) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("written", ["", "0", "0s", "-1s", "1d", "s", "1s2", "nan", "1e3s", "one"])
+@pytest.mark.parametrize("written", ["", "0", "0s", "-1s", "1w", "d", "s", "1s2", "nan", "1e3s", "one"])
 def test_what_is_no_time_is_refused(written: str) -> None:
     with pytest.raises(click.BadParameter, match="time above zero"):
         DURATION.convert(written, None, None)

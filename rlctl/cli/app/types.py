@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 else:  # generic only in new releases of click
     ParamType = click.ParamType
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-LONGEST_S = 10 * 365 * 86400.0
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
+LONGEST_S = 10 * 365 * _UNITS["d"]
 """Timers and deadlines hold a few hundred years at most."""
 _NUMBERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|h|d|)")
 
 
 class DurationType(ParamType):
-    """A time such as 30s, 500ms, 2m or 1h; a bare number is seconds. Converts to seconds."""
+    """A time such as 30s, 500ms, 2m, 1h or 90d; a bare number is seconds. Converts to seconds."""
 
     name = "duration"
 
@@ -42,9 +42,9 @@ class DurationType(ParamType):
         elif match := _DURATION.fullmatch(str(value).strip()):
             seconds = float(match[1]) * _UNITS[match[2]]
         if not 0 < seconds < math.inf:
-            self.fail(f"{value!r} is not a time above zero; write 500ms, 30s, 2m or 1h", param, ctx)
+            self.fail(f"{value!r} is not a time above zero; write 500ms, 30s, 2m, 1h or 90d", param, ctx)
         if seconds > LONGEST_S:
-            self.fail(f"{value!r} is too long a time: at most {LONGEST_S / 3600:.0f}h", param, ctx)
+            self.fail(f"{value!r} is too long a time: at most {LONGEST_S / _UNITS['d']:.0f}d", param, ctx)
         return seconds
 
 

@@ -131,7 +131,7 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     "--audit-retention",
     type=DURATION,
     metavar="DURATION",
-    help="How long records of the audit are kept, the newest 100,000 at most.  [default: 90 days]",
+    help="How long records of the audit are kept, the newest 100,000 at most.  [default: 90d]",
 )
 @ACCESS_OPTION
 @_server_options
