@@ -1,4 +1,4 @@
-"""The commands of README and guides: those of a block run in order against a fleet, those in a text parse."""
+"""The commands of the documents parse; those in blocks of README and guides run in order against a fleet."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlctl.testing.in_process_fleet import StageSpec
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+OTHERS = sorted((ROOT / "docs").glob("*.md"))
 
 OF_PROCESSES = ("up", "down", "restart", "logs", "rollback")
 """Commands for which a fleet in one process is not enough; tests/cli and tests/processes run them."""
@@ -30,17 +31,21 @@ PLACEHOLDERS = {
     "BACKUP": "README.md",
 }
 
+IN_A_POD = re.compile(r"\bkubectl exec \S+ -- ")
+
 
 def lines(document: Path) -> list[list[str]]:
+    """Commands in blocks, but for excerpts with "..."."""
     blocks = re.findall(r"```bash\n(.*?)```", document.read_text(), flags=re.DOTALL)
-    words = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
-    return [each[1:] for each in words if each[:1] == ["rlctl"]]
+    text = IN_A_POD.sub("", "".join(blocks).replace("\\\n", " "))
+    words = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [each[1:] for each in words if each[:1] == ["rlctl"] and "..." not in each]
 
 
 def inline(document: Path) -> list[list[str]]:
     """Commands in a text. Some name a command only: they have no words after it."""
     prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [shlex.split(code)[1:] for code in re.findall(r"`(rlctl [a-z][^`]*)`", prose)]
+    return [shlex.split(code)[1:] for code in re.findall(r"`(rlctl [a-z][^`]*)`", IN_A_POD.sub("", prose))]
 
 
 def parsed(words: list[str], directory: Path) -> click.Command:
@@ -57,10 +62,16 @@ def parsed(words: list[str], directory: Path) -> click.Command:
     return node
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "docs" / "kubernetes.md"], ids=[*NAMES, "docs/kubernetes.md"])
 def test_commands_parse(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words in [*lines(document), *inline(document)]:
+        parsed(words, tmp_path)
+
+
+@pytest.mark.parametrize("document", OTHERS, ids=lambda path: path.name)
+def test_commands_in_blocks_of_other_documents_parse(document: Path, tmp_path: Path) -> None:
+    for words in lines(document):
         parsed(words, tmp_path)
 
 
