@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"models": [{**MODEL, "checkpoint": {**MODEL["checkpoint"], "path": "/modelsactor"}}]},
         'models.0.checkpoint.path: "/modelsactor" is not below checkpoint.mountPath "/models"',
     ),
-    "no duration": ({"coordinator": {"auditRetention": "90 days"}}, "'/coordinator/auditRetention': '90 days' does not"),
+    "a wrong duration": ({"coordinator": {"auditRetention": "90"}}, "'/coordinator/auditRetention': '90' does not"),
     "no authentication": ({"token": {"secret": "", "key": "token"}}, "token.secret: is empty while tls.enabled is"),
     "certificates without TLS": ({"tls": {"certManager": {"enabled": True}}}, "tls.certManager.enabled: is true while"),
     "certificates without an issuer": (
