@@ -45,6 +45,9 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import VERBS
 from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2
 
+SETUP = "attach.engine_setup"
+"""Field of the error of a follower's engine whose setup is not of a rank 0."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -201,7 +204,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Load the model and become ready to generate. All ranks start together; ``setup`` is rank 0's setup."""
+        """Load the model and become ready to generate. All ranks start together; ``setup`` is rank 0's setup.
+
+        A follower raises FIELD_INVALID with the field :data:`SETUP` for a setup that is not of a rank 0. Nothing has
+        then started, and a further call can start the engine.
+        """
 
     @abc.abstractmethod
     async def stop(self) -> None:

@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.sampling import check_pair
-from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
+from rlctl.engine import SETUP, Call, Engine, EngineConfig, EngineInfo
+from rlctl.runtime.addresses import split
 from rlctl.v1 import common_pb2, rollout_pb2, verbs_pb2
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.group.process_group import LONGEST_S
@@ -91,6 +92,8 @@ class TorchEngine(Engine):
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Join the other ranks, load and allocate. A failure raises the same error on every rank."""
+        if self._config.rank > 0:
+            split(setup.get("rendezvous", ""), SETUP)
         loop = asyncio.get_running_loop()
         self._setup = setup
         self._started = loop, loop.create_future()

@@ -20,7 +20,7 @@ from rlctl.contract.digests import with_key
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import differing
-from rlctl.engine import Call, Engine, EngineConfig, EngineInfo, KnownOptions
+from rlctl.engine import SETUP, Call, Engine, EngineConfig, EngineInfo, KnownOptions
 from rlctl.v1 import rollout_pb2 as rollout
 from rlctl.v1 import verbs_pb2 as verbs
 from rlctl.v1.common_pb2 import (
@@ -158,7 +158,7 @@ class FakeEngine(Engine):
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
         """Read the checkpoint and join the step stream."""
         if (key := setup.get("steps", "")) not in _STEPS:
-            raise Reason.FIELD_INVALID.error(f"no rank 0 of this process has made {key!r}", field="attach.engine_setup")
+            raise Reason.FIELD_INVALID.error(f"no rank 0 of this process has made {key!r}", field=SETUP)
         self._steps = _STEPS[key]
         self.weights = _read(self.config.model_path)
         workers = [

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import of_request
-from rlctl.engine import Call, Engine
+from rlctl.engine import SETUP, Call, Engine
 from rlctl.ports import Clock, Link
 from rlctl.v1.common_pb2 import WorkerCoordinates
 from rlctl.v1.control_pb2 import (
@@ -46,7 +46,8 @@ class Follower:
     async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
         """Start the engine with the setup of rank 0.
 
-        A second rank 0 is refused: the engines could not join each other.
+        A second rank 0 is refused: the engines could not join each other. A rank whose engine refuses the setup is as
+        before the attach.
         """
         try:
             if self._started:
@@ -61,7 +62,7 @@ class Follower:
             info = await self._engine.start(attach.engine_setup)
             self.worker.coordinates.CopyFrom(info.layout.workers[self.worker.coordinates.rank])
         except RlctlError as error:
-            if error.reason is Reason.FIELD_INVALID and self._link is link:  # the engine has refused the setup
+            if error.field == SETUP:  # nothing has started: another rank 0 may attach
                 self._started, self._link = False, None
             return Attached(error=error.detail())
         return Attached(report=self._report())

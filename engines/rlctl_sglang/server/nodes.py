@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import ClassVar
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Engine, EngineConfig, EngineInfo
+from rlctl.engine import SETUP, Engine, EngineConfig, EngineInfo
+from rlctl.runtime.addresses import split
 from rlctl.v1 import common_pb2, fleet_pb2, rollout_pb2
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl_sglang.options import parse_options
@@ -79,15 +80,19 @@ class SGLangNode(Engine):
         return {}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Start the part. Raises ENGINE_FAILED, DEADLINE_EXCEEDED."""
+        """Start the part. Raises ENGINE_FAILED, DEADLINE_EXCEEDED, and FIELD_INVALID for an invalid setup."""
         try:
             nodes, tp_size = int(setup["nodes"]), int(setup["tp_size"])
+            address, dtype = setup["address"], setup["dtype"]
         except (KeyError, ValueError):
-            raise Reason.FIELD_INVALID.error("rank 0 sent no setup of a server", field="attach.engine_setup") from None
+            raise Reason.FIELD_INVALID.error("rank 0 sent no setup of a server", field=SETUP) from None
         if not self._config.rank < nodes:
-            raise Reason.FIELD_INVALID.error(f"the server has {nodes} nodes, and this is number {self._config.rank}")
-        meeting = Meeting(nodes, self._config.rank, setup["address"], address_of(self._config.node))
-        config = dataclasses.replace(self._config, tp_size=tp_size, dtype=setup["dtype"])
+            raise Reason.FIELD_INVALID.error(
+                f"the server has {nodes} nodes, and this is number {self._config.rank}", field=SETUP
+            )
+        split(address, SETUP)
+        meeting = Meeting(nodes, self._config.rank, address, address_of(self._config.node))
+        config = dataclasses.replace(self._config, tp_size=tp_size, dtype=dtype)
         self._process = NodeProcess(config, self._options, meeting)
         await self._process.start(self._on_failure)
         places = [common_pb2.WorkerCoordinates(rank=node, node=self._config.node) for node in range(nodes)]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -100,6 +101,21 @@ async def test_a_rank_whose_engine_refuses_the_setup_can_be_attached_again() -> 
         refused = await rank.attach(attach(), link())
         assert (refused.error.reason, refused.error.field) == ("FIELD_INVALID", "attach.engine_setup")
     assert await outcome(rank, v.GetLoadsRequest()) == (OUTCOME_REJECTED, "ILLEGAL_STATE")
+
+
+async def test_a_rank_whose_engine_fails_after_its_start_began_stays_with_its_rank_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, engine = follower()
+    first, second = link(), link()
+
+    async def start(setup: Any) -> EngineInfo:
+        raise Reason.FIELD_INVALID.error("the installed server has no such argument", field="options.x")
+
+    monkeypatch.setattr(engine, "start", start)
+    assert (await rank.attach(attach(), first)).error.field == "options.x"
+    assert rank.obeys(first), "the process ends with the link"
+    assert (await rank.attach(attach(), second)).error.reason == "INCARNATION_FENCED"
 
 
 async def test_by_itself_a_rank_only_reads_and_only_once_it_is_a_stages() -> None:

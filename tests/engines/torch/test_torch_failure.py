@@ -18,8 +18,9 @@ from torch_models import prompt_of
 from torch_stage import Follower, Stage, until
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Call, EngineConfig
+from rlctl.engine import SETUP, Call, EngineConfig
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, PAUSE_MODE_DRAIN
+from rlctl.v1.control_pb2 import Attach
 from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
     FlushCacheRequest,
@@ -263,6 +264,16 @@ async def test_nothing_is_done_before_the_start(checkpoints) -> None:
     assert caught.value.reason is Reason.ILLEGAL_STATE
     await stage.engine.interrupt("update")
     await stage.engine.stop()
+
+
+@pytest.mark.parametrize("setup", [{}, {"rendezvous": "x"}])
+async def test_a_setup_without_a_rendezvous_is_refused_before_the_start(checkpoints, setup: dict[str, str]) -> None:
+    engine = TorchEngine(EngineConfig(checkpoints(), 1, 2), print)
+    for _ in range(2):
+        with pytest.raises(RlctlError) as refused:
+            await engine.start(Attach(engine_setup=setup).engine_setup)
+        assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, SETUP)
+    await engine.stop()
 
 
 async def test_an_engine_that_is_stopped_while_it_starts_says_so(checkpoints) -> None:
