@@ -501,7 +501,7 @@ def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
     for field in (name for name, is_set in memory_fields.items() if is_set):
         if request.adapter:
             raise Reason.FIELD_CONFLICT.error(
-                "{field} does not apply to the continue of an adapter", field=field, next_step=f"Leave {field} out."
+                f"{field} does not apply to the continue of an adapter", field=field, next_step=f"Leave {field} out."
             )
 
 

@@ -539,6 +539,7 @@ async def test_names_that_nothing_has_and_scopes_of_what_has_none_are_refused(fl
         wrong = v.ContinueGenerationRequest(adapter="math", **{field: True})  # type: ignore[arg-type]
         error = await refusal(fleet.stub.ContinueGeneration(wrong))
         assert (error.reason, error.field) == (Reason.FIELD_CONFLICT, field)
+        assert error.message == f"{field} does not apply to the continue of an adapter"
     assert on_record(fleet) == []
 
 
