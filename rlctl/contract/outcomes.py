@@ -136,15 +136,18 @@ def acknowledged(result: StageResult, *, update: bool) -> bool:
     return result.outcome == OUTCOME_APPLIED or (result.outcome == OUTCOME_SKIPPED and not update)
 
 
-def taken_back(result: StageResult, cause: str) -> StageResult:
-    """Return the result of a stage whose effect was taken back: REJECTED, also at every rank."""
+def taken_back(result: StageResult, cause: str, outcome: Outcome.ValueType = OUTCOME_REJECTED) -> StageResult:
+    """Return the result of a stage whose effect was taken back, with this outcome also at every rank.
+
+    ``outcome``: UNKNOWN if the effect may remain.
+    """
     undone = StageResult()
     undone.CopyFrom(result)
     error = Reason.CANCELLED.error(cause).detail()
-    undone.outcome = OUTCOME_REJECTED
+    undone.outcome = outcome
     undone.error.CopyFrom(error)
     for rank in undone.rank_results:
-        rank.outcome = OUTCOME_REJECTED
+        rank.outcome = outcome
         rank.error.CopyFrom(error)
     return undone
 

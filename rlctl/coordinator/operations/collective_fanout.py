@@ -93,16 +93,16 @@ class Together:
 
     def _take_back(self, results: Sequence[StageResult]) -> list[StageResult]:
         """Return and file the results after all ranks have left: no stage is in the group."""
-        cause = "the operation was cancelled" if self._failed is None else f"{self._failed.slot} did not join"
+        why = "the operation was cancelled" if self._failed is None else f"{self._failed.slot} did not join"
         remaining = {leave.slot: leave for leave in self._leaves if not has_left(leave)}
         changed = []
         for result in results:
             if acknowledged(result, update=True):
-                result = taken_back(result, f"the group was not formed: {cause}")
+                cause, outcome = f"the group was not formed: {why}", OUTCOME_REJECTED
                 if result.slot in remaining:
-                    leave = remaining[result.slot]
-                    result.outcome = OUTCOME_UNKNOWN
-                    result.error.message += f"; the stage may still be in the group: {leave.error.message}"
+                    cause += f"; the stage may still be in the group: {remaining[result.slot].error.message}"
+                    outcome = OUTCOME_UNKNOWN
+                result = taken_back(result, cause, outcome)
                 self._on_result(result)
             changed.append(result)
         return changed
