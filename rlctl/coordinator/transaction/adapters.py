@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.contract.outcomes import blame
+from rlctl.contract.outcomes import blame, taken_back
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
@@ -132,7 +132,8 @@ async def unload(
     """Unload an adapter at its holders.
 
     If a holder may have unloaded the adapter, the model loses it, and on return no stage serves it. Remaining holders
-    are cleared as orphans (`orphans.py`).
+    are cleared as orphans (`orphans.py`). If the journal does not record the loss, heals load the adapter again: no
+    holder's result is APPLIED.
     """
     run.refuse_given_up()
     run.cancel = lambda: context.fanout.cancel(targets, run.operation.operation_id, "1")
@@ -143,7 +144,14 @@ async def unload(
     if not unchanged:
         async with context.roster.publishing:
             record = versions.without_adapter(model, request.name)
-            await context.journal.write([model_put(record)])
+            try:
+                await context.journal.write([model_put(record)])
+            except RlctlError as error:
+                cause = f"unloaded, but the adapter is still the model's, and a heal may load it again: {error.message}"
+                for result in results:
+                    if result.outcome == OUTCOME_APPLIED:
+                        run.add(taken_back(result, cause, OUTCOME_UNKNOWN))
+                raise
             model.record = record
         await context.peers.tell(model)
     run.operation.adapters.extend(model.record.adapters)

@@ -477,6 +477,21 @@ async def test_unloading(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
     await eventually(lambda: held(fleet) == [{}] * 3)
 
 
+async def test_an_adapter_that_stays_on_record_may_be_loaded_again(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    await load(fleet, checkpoint("lora"))
+    async with full_disk(fleet, "model"):
+        unloaded = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+    assert (unloaded.state, unloaded.error.reason) == (OPERATION_STATE_UNKNOWN, "JOURNAL_FAILED")
+    for result in unloaded.stage_results:
+        assert {result.outcome, *(rank.outcome for rank in result.rank_results)} == {OUTCOME_UNKNOWN}
+        assert result.error.message == (
+            "unloaded, but the adapter is still the model's, and a heal may load it again: no space is left"
+        )
+    await eventually(lambda: held(fleet) == [{"math": ("a-1", "lora")}] * 3, 10)
+    unloaded = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
+    assert (unloaded.state, recorded(fleet)) == (OPERATION_STATE_OK, [])
+
+
 async def test_a_stage_that_is_out_of_reach_serves_no_adapter_after_it_was_unloaded(
     make_fleet: Callable, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
