@@ -56,10 +56,13 @@ class Waking:
         if continued:
             memory = {result.slot: result for result in results}
             for result in await self._carry_out(ContinueGenerationRequest(), continued, run, "2", deadline):
-                if result.outcome == OUTCOME_APPLIED:
-                    for rank, before in zip(result.rank_results, memory[result.slot].rank_results, strict=True):
-                        rank.memory.CopyFrom(before.memory)
-                    run.add(result)
+                # A stage that did not answer has no results of ranks.
+                for rank, before in zip(result.rank_results, memory[result.slot].rank_results, strict=False):
+                    rank.memory.CopyFrom(before.memory)
+                if result.outcome != OUTCOME_APPLIED:
+                    cause = f"memory was resumed; the stage did not continue generation: {result.error.message}"
+                    result.error.message = cause
+                run.add(result)
 
     async def _carry_out(
         self,

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from updating import begin, commit, digest, join, write
+from updating import begin, commit, digest, fault, join, write
 from waiting import eventually
 
 from rlctl.contract.errors import Reason
+from rlctl.testing import fake_engine
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
@@ -147,3 +148,17 @@ async def test_an_update_whose_stages_stay_paused_takes_it_back(fleet: InProcess
     await ok(commit(fleet, plan, digest("w1")))
     await resume(fleet)
     assert states(fleet) == [PAUSED, PAUSED]
+
+
+async def test_a_resume_whose_stage_does_not_continue_keeps_the_report_of_the_memory(fleet: InProcessFleet) -> None:
+    await sleep(fleet)
+    await ok(fleet.stub.ContinueGeneration(LATER))
+    fault(fleet, 0, 1, "continue_generation", Reason.ENGINE_FAILED.error("stuck"))
+    resumed = await fleet.stub.ResumeMemory(v.ResumeMemoryRequest())
+    of_a, of_b = resumed.stage_results
+    assert (of_a.outcome, of_b.outcome) == (common.OUTCOME_REJECTED, common.OUTCOME_APPLIED)
+    assert of_a.error.message == "memory was resumed; the stage did not continue generation: stuck"
+    assert all(rank.HasField("memory") for result in (of_a, of_b) for rank in result.rank_results)
+    fake_engine.FAULTS.clear()
+    await resume(fleet)
+    assert states(fleet) == [READY, READY]
