@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
 
-from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.v1 import common_pb2
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 from rlctl.weights.group.network_interfaces import address_of
 from rlctl.weights.group.process_group import keep_for_ever
 from rlctl.weights.group.rendezvous import RendezvousEnded, WatchedStore
 from rlctl.weights.group.tcp_connections import Endpoint, cut, of_group
-from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange
-from rlctl.weights.tensor.work import memory_full
+from rlctl.weights.shards.rank_exchange import Exchange, GroupExchange, LocalExchange, agree_to_go_on
+from rlctl.weights.tensor.work import Stop
 from rlctl_torch.steps.step_plan import HEAD_BYTES, Plan, decode, encode, length_of
 
 HEARTBEAT_S = 0.5
@@ -91,30 +90,11 @@ class Council:
 
         An unforeseen exception becomes an error like any refusal, so that the ranks stay together.
         """
-        error: RlctlError | None = None
-        try:
+        stop = Stop()
+        with stop.on_error(Broken):
             check()
-        except RlctlError as refusal:
-            error = refusal
-        except Broken:
-            raise
-        except torch.OutOfMemoryError as lacking:
-            error = memory_full(lacking)
-        except Exception as unforeseen:  # noqa: BLE001 - files and plug-ins may break code in any way
-            error = Reason.INTERNAL.error(f"{type(unforeseen).__name__}: {unforeseen}")
-        if self.size == 1:
-            answers = [b""]
-        else:
-            message = b"" if error is None else error.detail().SerializeToString()
-            with self.exchanging() as exchange:
-                answers = exchange.all_gather_bytes(message)
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            if answer:
-                detail = common_pb2.ErrorDetail.FromString(answer)
-                detail.message = f"rank {rank}: {detail.message}"
-                raise from_detail(detail)
+        with self.exchanging() as exchange:
+            agree_to_go_on(exchange, stop)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[Exchange]:

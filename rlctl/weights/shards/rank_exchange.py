@@ -95,8 +95,9 @@ class GroupExchange:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather as :meth:`Exchange.all_gather_bytes`, padded to the longest."""
         lengths = [int(length) for length in self._all_gather(torch.tensor([len(data)]))]
-        longest = max(1, *lengths)
-        gathered = self._all_gather(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+        if not any(lengths):
+            return [b""] * self.size
+        gathered = self._all_gather(torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8))
         return [bytes(row[:length].numpy()) for row, length in zip(gathered, lengths, strict=True)]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -115,10 +116,16 @@ class GroupExchange:
 
 
 def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:
-    """Raise the cause of any rank's stop at every rank. All ranks call together."""
+    """Raise the cause of any rank's stop at every rank. All ranks call together.
+
+    A rank without a cause raises a copy of another rank's cause, with the number of that rank.
+    """
     cause = stop.cause
     answers = exchange.all_gather_bytes(b"" if cause is None else cause.detail().SerializeToString())
     if cause is not None:
         raise cause
-    for answer in filter(None, answers):
-        raise from_detail(common_pb2.ErrorDetail.FromString(answer))
+    for rank, answer in enumerate(answers):
+        if answer:
+            copy = from_detail(common_pb2.ErrorDetail.FromString(answer))
+            copy.message = f"rank {rank}: {copy.message}"
+            raise copy

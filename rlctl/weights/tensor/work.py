@@ -35,13 +35,16 @@ class Stop:
             raise self.cause
 
     @contextmanager
-    def on_error(self) -> Iterator[None]:
+    def on_error(self, *raised: type[Exception]) -> Iterator[None]:
         """Set the cause to an error of the block, in place of raising it. For work of one rank among several.
 
-        The other ranks may wait for this rank. It raises the cause where all ranks agree on errors.
+        The other ranks may wait for this rank. It raises the cause where all ranks agree on errors. Errors of the types
+        ``raised`` are raised at once: after them the ranks cannot agree.
         """
         try:
             yield
+        except raised:
+            raise
         except RlctlError as error:
             self.set(error)
         except torch.OutOfMemoryError as error:

@@ -94,8 +94,9 @@ def checksums(ranks: list[Rank], number: str) -> list[Any]:
 def test_every_rank_reports_the_defect_of_one_rank(ranks: list[Rank], halves: list[Half], failing: int) -> None:
     halves[failing].defect = AttributeError("no such parameter")
     errors = checksums(ranks, "3")
-    expected = (Reason.ENGINE_FAILED, "AttributeError: no such parameter")
-    assert [(error.reason, error.message) for error in errors] == [expected] * 2
+    assert [error.reason for error in errors] == [Reason.ENGINE_FAILED] * 2
+    assert errors[failing].message == "AttributeError: no such parameter"
+    assert errors[1 - failing].message == f"rank {failing}: AttributeError: no such parameter"
     halves[failing].defect = None
     digests = {v.CheckReport.FromString(answer).model_digest for answer in checksums(ranks, "4")}
     assert len(digests) == 1, "the ranks are together after the error"

@@ -13,6 +13,7 @@ import pytest
 import rlctl_torch.step_loop
 import torch
 from rlctl_torch import TorchEngine
+from rlctl_torch.steps.collectives import Broken, Council
 from rlctl_torch.steps.ordered_commands import ANSWER_S
 from torch_models import prompt_of
 from torch_stage import Follower, Stage, until
@@ -193,7 +194,7 @@ async def test_a_check_that_breaks_in_a_way_that_nobody_foresaw_is_a_refusal(
 
     monkeypatch.setattr(Receiver, "begin", breaks)
     answers = await stage.ranks(PrepareUpdateRequest(), update="u")
-    assert [(answer.reason, answer.outcome) for answer in answers] == [(Reason.INTERNAL, OUTCOME_REJECTED)] * len(
+    assert [(answer.reason, answer.outcome) for answer in answers] == [(Reason.ENGINE_FAILED, OUTCOME_REJECTED)] * len(
         answers
     )
     assert not stage.failures
@@ -241,6 +242,14 @@ async def test_a_follower_stops_and_its_process_ends_though_rank_0_goes_on(check
     assert mortal.process.exitcode == 0
     assert (await failed(stage)).reason is Reason.RANK_LOST
     await stage.engine.stop()
+
+
+def test_ranks_that_are_apart_do_not_wait_for_an_agreement() -> None:
+    def lose() -> None:
+        raise Broken(Reason.RANK_LOST.error("the connection broke"))
+
+    with pytest.raises(Broken):
+        Council(0, 1).agree(lose)
 
 
 async def test_what_keeps_one_rank_from_starting_is_told_by_all(checkpoints, follower: Follower) -> None:
