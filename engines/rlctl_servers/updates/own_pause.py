@@ -29,10 +29,10 @@ class OwnPause:
         await self.hold(call)
         self._state.updating = True
 
-    async def end(self, call: Call) -> None:
-        """End the pause unless it is still needed. Raises as :meth:`let_go`."""
+    async def end(self, call: Call, cause: RlctlError | None = None) -> None:
+        """End the pause unless it is still needed. ``cause`` and errors as in :meth:`let_go`."""
         self._state.updating = False
-        await self.let_go(call)
+        await self.let_go(call, cause)
 
     async def hold(self, call: Call) -> None:
         """Pause the server unless it is paused."""
@@ -44,9 +44,20 @@ class OwnPause:
                 self._state.holding = error.outcome == OUTCOME_UNKNOWN
                 raise
 
-    async def let_go(self, call: Call) -> None:
-        """End the own pause, unless the fleet has paused the server, memory is released or an update is open."""
+    async def let_go(self, call: Call, cause: RlctlError | None = None) -> None:
+        """End the own pause, unless the fleet has paused the server, memory is released or an update is open.
+
+        Raises as ``go_on``. With ``cause``, the error that ends the work under the pause, a failure is not raised but
+        added to the cause: the outcome becomes UNKNOWN, because the server remains paused.
+        """
         if self._state.holding and not self._state.released and not self._state.updating:
-            if not self._state.paused:
-                await self._go_on(call)
-            self._state.holding = False
+            try:
+                if not self._state.paused:
+                    await self._go_on(call)
+            except RlctlError as failure:
+                if cause is None:
+                    raise
+                cause.message += f"; the server remains paused: {failure.message}"
+                cause.outcome = OUTCOME_UNKNOWN
+            else:
+                self._state.holding = False

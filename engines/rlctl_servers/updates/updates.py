@@ -180,7 +180,7 @@ class Updates:
                 await self._drop_copies(call)
                 raise _spared(error) from error
             if previous is None:
-                await self._pause.end(call)
+                await self._pause.end(call, error)
             raise
         self._update = OpenUpdate(
             call.update_id, staged, request.selector, dirty=previous is not None and previous.dirty
@@ -360,7 +360,7 @@ class Updates:
         except RlctlError as error:
             update.dirty |= error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN)
             if not update.dirty:
-                await self._pause.end(call)
+                await self._pause.end(call, error)
             raise
 
     async def _drop_copies(self, call: Call) -> None:

@@ -10,7 +10,7 @@ from rlctl_servers.updates.own_pause import OwnPause
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, MemoryTag
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, MemoryTag
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_sglang.state import MODES, TAGS, State
 
@@ -64,18 +64,16 @@ async def release(
             remaining_s = call.deadline - asyncio.get_running_loop().time()
             await flush(control, min(HANDOVER_S, remaining_s / 2) if state.paired else IDLE_S, call)
         except RlctlError as error:
-            await own.let_go(call)
-            raise Reason.MEMORY_NOT_RELEASABLE.error(
-                f"requests hold KV entries; pause with retract or abort first ({error.message})"
-            ) from error
+            refusal = _not_released(error)
+            await own.let_go(call, refusal)
+            raise refusal from error
         regions = {tag for tag, name in TAGS.items() if name in names}
         try:
             await control.must("/release_memory_occupation", {"tags": names}, call=call)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
                 state.released |= regions  # no generation before the regions are resumed
-            else:
-                await own.let_go(call)
+            await own.let_go(call, error)
             raise
         state.released |= regions
     return state.memory_report(keeps_weights=keeps_weights)
@@ -98,6 +96,15 @@ async def resume(
     if not state.released:
         await own_pause(control, state).let_go(call)
     return state.memory_report(keeps_weights=keeps_weights)
+
+
+def _not_released(error: RlctlError) -> RlctlError:
+    """Return the error of a release whose flush failed: the regions are as before."""
+    if error.reason is Reason.ACTIVE_REQUESTS:
+        cause = f"requests hold KV entries; pause with retract or abort first ({error.message})"
+        return Reason.MEMORY_NOT_RELEASABLE.error(cause)
+    error.outcome = OUTCOME_REJECTED
+    return error
 
 
 def own_pause(control: Control, state: State) -> OwnPause:

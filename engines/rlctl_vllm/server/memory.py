@@ -50,7 +50,7 @@ async def release(
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
                 state.released |= regions  # nothing continues before a resume of these regions
-            await own.let_go(call)
+            await own.let_go(call, error)
             raise
         state.released |= regions
     return state.memory_report(keeps_weights=True)  # level 1 keeps the weights, requested or not
@@ -85,7 +85,7 @@ async def resume(
 
 
 def own_pause(control: Control, state: State) -> OwnPause:
-    """Return the server's own pause, for updates."""
+    """Return the plug-in's own pause of the server."""
     return OwnPause(
         state,
         lambda call: control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call),

@@ -60,7 +60,7 @@ class Server:
         assert call.update_id
         self.pauses.append("begin")
 
-    async def end(self, call: Call) -> None:
+    async def end(self, call: Call, cause: RlctlError | None = None) -> None:
         assert call.update_id
         self.pauses.append("end")
 

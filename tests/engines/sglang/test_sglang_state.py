@@ -127,6 +127,52 @@ async def test_a_release_that_failed_holds_nothing_back_unless_it_may_have_been_
         assert told[-2:] == ["/resume_memory_occupation", "/continue_generation"]
 
 
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("/flush_cache", Reason.MEMORY_NOT_RELEASABLE),
+        ("/release_memory_occupation", Reason.ENGINE_FAILED),
+    ],
+)
+async def test_a_refused_release_is_unknown_while_the_server_remains_paused(fails: str, reason: Reason) -> None:
+    """A stage that was READY would send requests to it."""
+    stuck = True
+
+    class Server:
+        async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
+            return Answer(400, "requests are running") if path == fails else Answer(200, "")
+
+        async def must(self, path: str, body: dict[str, Any], *, call: Call) -> None:
+            if path == fails or (stuck and path == "/continue_generation"):
+                raise Reason.ENGINE_FAILED.error(f"SGLang refused {path}")
+
+    server: Any = Server()
+    state, call = State(), Call("c", 0.0)
+    with pytest.raises(RlctlError) as failed:
+        await memory.release(server, state, [], KNOWN, call, active=0, keeps_weights=False)
+    assert (failed.value.reason, failed.value.outcome) == (reason, OUTCOME_UNKNOWN)
+    assert failed.value.message.endswith("; the server remains paused: SGLang refused /continue_generation")
+    assert state.stopped
+    stuck = False
+    await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
+    assert not state.stopped
+
+
+async def test_a_release_names_the_cause_of_a_flush_that_failed() -> None:
+    class Server:
+        async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
+            raise Reason.LINK_LOST.error("it broke", outcome=OUTCOME_UNKNOWN)
+
+        async def must(self, path: str, body: dict[str, Any], *, call: Call) -> None: ...
+
+    server: Any = Server()
+    state = State()
+    with pytest.raises(RlctlError) as failed:
+        await memory.release(server, state, [], KNOWN, Call("c", 0.0), active=0, keeps_weights=False)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.LINK_LOST, OUTCOME_REJECTED)
+    assert (failed.value.message, state.stopped) == ("it broke", False)
+
+
 async def test_a_release_that_failed_does_not_end_the_pause_that_an_earlier_release_needs() -> None:
     sent: list[str] = []
 

@@ -134,6 +134,47 @@ async def test_what_may_be_asleep_does_not_go_on(outcome: Outcome.ValueType, *, 
         assert not state.stopped
 
 
+@pytest.mark.parametrize(("active", "reason"), [(1, Reason.MEMORY_NOT_RELEASABLE), (0, Reason.ENGINE_FAILED)])
+async def test_a_refused_release_is_unknown_while_the_server_remains_paused(active: int, reason: Reason) -> None:
+    """A stage that was READY would send requests to it."""
+    stuck = True
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
+            if path.startswith("/sleep") or (stuck and path == "/resume"):
+                raise Reason.ENGINE_FAILED.error(f"vLLM refused {path}")
+
+    server: Any = Server()
+    state, call = State(), Call("c", math.inf)
+    with pytest.raises(RlctlError) as failed:
+        await memory.release(server, state, [], TAGS, active, call)
+    assert (failed.value.reason, failed.value.outcome) == (reason, OUTCOME_UNKNOWN)
+    assert failed.value.message.endswith("; the server remains paused: vLLM refused /resume")
+    assert state.stopped
+    stuck = False
+    await memory.resume(server, state, [], TAGS, call)
+    assert not state.stopped
+
+
+async def test_a_refused_prepare_is_unknown_while_the_server_remains_paused() -> None:
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
+            if path == "/resume":
+                raise Reason.ENGINE_FAILED.error("vLLM refused /resume")
+
+        async def each(self, verb: str, *_: Any) -> list[Any]:
+            raise Reason.ILLEGAL_STATE.error("no")
+
+    server: Any = Server()
+    nothing: Any = None
+    state, call = State(), Call("c", math.inf, update_id="u")
+    updates = Updates("vLLM", server, nothing, server, (), memory.own_pause(server, state))
+    with pytest.raises(RlctlError) as failed:
+        await updates.prepare(PrepareUpdateRequest(), call)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.ILLEGAL_STATE, OUTCOME_UNKNOWN)
+    assert (state.stopped, state.updating) == (True, False)
+
+
 @pytest.mark.parametrize("verb", ["abort", "resume"])
 async def test_a_pause_of_the_plug_in_s_own_that_may_have_come_about_is_taken_back(verb: str) -> None:
     """Whoever has not paused anything does not continue it."""
