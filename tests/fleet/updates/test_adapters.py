@@ -477,7 +477,7 @@ async def test_unloading(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
     await eventually(lambda: held(fleet) == [{}] * 3)
 
 
-async def test_an_adapter_that_stays_on_record_may_be_loaded_again(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+async def test_an_adapter_that_stays_on_record_may_be_reloaded(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
     await load(fleet, checkpoint("lora"))
     async with full_disk(fleet, "model"):
         unloaded = await fleet.stub.UnloadAdapter(v.UnloadAdapterRequest(name="math"))
