@@ -224,34 +224,30 @@ def retry_until_free(publisher: Publisher, model: Any, version: str) -> None:
 def test_the_store_of_an_update_that_broke_off_stays_a_moment_for_ranks_on_their_way(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stores = []
+    closed = threading.Event()
+    closings = []
 
-    class Store(GroupStore):
-        def __init__(self, host: str) -> None:
-            super().__init__(host)
-            stores.append(self.address(host))
+    def close(store: GroupStore) -> None:
+        closings.append((time.monotonic(), store.address("127.0.0.1")))
+        close_store(store)
+        closed.set()
 
-    monkeypatch.setattr(lead, "GroupStore", Store)
-    monkeypatch.setattr(lead, "LINGERS_S", 3.0)
+    close_store = GroupStore.close
+    monkeypatch.setattr(GroupStore, "close", close)
     publisher = fleet.publisher("actor", path="broadcast")
     weights = Held(demo_tiny.make(seed=21))
     pending = publisher.update_async(weights, version="broken-off")
     assert weights.reached.wait(60)
     weights.go_on.set()
+    cancelled_at = time.monotonic()
     pending.cancel()
     with pytest.raises(RlctlError, match="CANCELLED"):
         pending.wait()
-    (address,) = stores
-
-    def listens() -> bool:
-        with socket.socket() as coming:
-            return coming.connect_ex(address) == 0
-
-    assert listens()
-    until = time.monotonic() + 30
-    while listens():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert closed.wait(30)
+    ((closed_at, address),) = closings
+    assert closed_at - cancelled_at >= lead.LINGERS_S
+    with socket.socket() as coming:
+        assert coming.connect_ex(address) != 0
     publisher.update(demo_tiny.make(seed=22), version="whole-again")
     publisher.close()
 
