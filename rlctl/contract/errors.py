@@ -29,12 +29,9 @@ import enum
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from rlctl.v1 import common_pb2
-
-if TYPE_CHECKING:
-    from rlctl.v1 import results_pb2
+from rlctl.v1 import common_pb2, results_pb2
 
 E = TypeVar("E", bound=BaseException)
 
@@ -611,6 +608,7 @@ class OperationFailed(RlctlError):
 
     Attributes:
         operation: the ended ``Operation``, with an outcome per target and a result per rank.
+        outcome: OUTCOME_UNKNOWN if the operation ended UNKNOWN.
     """
 
     def __init__(self, operation: results_pb2.Operation) -> None:
@@ -624,3 +622,5 @@ class OperationFailed(RlctlError):
         self.status = cause.status
         self.http_status = cause.http_status
         self.operation = operation
+        if operation.state == results_pb2.OPERATION_STATE_UNKNOWN:
+            self.outcome = common_pb2.OUTCOME_UNKNOWN

@@ -103,7 +103,8 @@ class Leading:
     ) -> None:
         """``part``: this process in the attempts; ``host``: address of the store of new groups.
 
-        ``new_store`` opens a store on a host, ``new_id`` draws a boot id: a simulation replaces both.
+        ``new_store`` opens a store on a host, ``new_id`` draws ids of processes and requests: a simulation replaces
+        both.
         """
         self._fleet = fleet
         self._model = model
@@ -149,9 +150,11 @@ class Leading:
                 operation, totals = await self._from_disk(source, offers, request, checkpoint, deadline)
             else:
                 operation, totals = await self._broadcast(source, offers, request, deadline)
-        except BaseException:
+        except BaseException as error:
             # Our groups may be gone: the next update must not reuse any.
             self._renew_identity()
+            if isinstance(error, RlctlError):
+                error.outcome = state.outcome
             raise
         self._members.end(JoinResponse(ended=operation))
         return operation, totals
@@ -190,7 +193,7 @@ class Leading:
         metas = [meta for offered in wire for meta in offered.metas]
         digests = await self._digest(source, metas, last=True)
         self._state.decided = True
-        self._state.update_id = new_uuid7()
+        self._state.update_id = self._new_id()
         try:
             operation = await self._fleet.update_weights_from_disk(
                 checkpoint,
@@ -204,8 +207,11 @@ class Leading:
                 request_id=self._state.update_id,
             )
         except OperationFailed as error:
-            operation = error.operation
+            self._state.told = operation = error.operation
             refuse_unpublished(operation)
+        except RlctlError as error:
+            self._state.decided = error.outcome == common_pb2.OUTCOME_UNKNOWN
+            raise
         self._sent = Published(operation.weight_version, digests)
         return operation, Sent()
 
@@ -301,7 +307,9 @@ class Leading:
             cause = error if isinstance(error, RlctlError) else None
             reason = cause.message if cause else f"{type(error).__name__}: {error}"
             ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline, cause)))
-            self._state.told = ended
+            own = error.operation if isinstance(error, OperationFailed) else None
+            is_own = own is not None and own.operation_id == plan.update_id
+            self._state.told = own if ended is None and is_own else ended
             if ended is not None and ended.state == OPERATION_STATE_OK:
                 # The commit was under way: the coordinator has completed the update, and only the answer is missing.
                 self._note(request, ended, digests)
@@ -312,7 +320,6 @@ class Leading:
                     # A rolling update in place: earlier batches serve the version.
                     self._renew_identity()
                     return ended, Sent()
-                is_own = isinstance(error, OperationFailed) and error.operation.operation_id == ended.operation_id
                 if not is_own and reason not in ended.error.message:
                     # The lease, an operator or a different trainer ended the update, and that cut our sends.
                     refuse_unpublished(ended)

@@ -9,7 +9,7 @@ from rlctl.contract.errors import OperationFailed, Reason, RlctlError, from_deta
 from rlctl.trainer.member_streams import Lead
 from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import SourceRank, cut_off, detail, explained, refuse_unpublished, stopped
-from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN, OUTCOME_UNSPECIFIED, Outcome
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import JoinResponse, Offer, Sent, Shipment
 from rlctl.v1.verbs_pb2 import TensorSegment
@@ -36,6 +36,7 @@ async def follow(
     result, number = Sent(), 0
     attempt: asyncio.Task[Sent] | None = None
     shipped: asyncio.Future[None] | None = None
+    outcome: Outcome.ValueType = OUTCOME_UNSPECIFIED
 
     async def ship(segments: Sequence[TensorSegment]) -> None:
         nonlocal shipped
@@ -92,12 +93,15 @@ async def follow(
                     attempt = None
                     lead.say(update, number, failed=message.stop)
                 case "failed":
+                    outcome = message.outcome
                     raise from_detail(message.failed)
                 case "ended":
                     refuse_unpublished(message.ended)
                     return message.ended, result
     except RlctlError as error:
-        if state.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
+        if outcome:
+            error.outcome = outcome
+        elif state.decided and error.reason in _SAYS_LITTLE and not isinstance(error, OperationFailed):
             error.outcome = OUTCOME_UNKNOWN
         raise
     finally:

@@ -113,7 +113,8 @@ class Members:
         except BaseException as error:
             operation = state.told if isinstance(error, asyncio.CancelledError) else None
             served = operation is not None and bool(operation.weight_version.sequence)
-            self.end(JoinResponse(ended=operation) if served else JoinResponse(failed=detail(error)))
+            failed = JoinResponse(failed=detail(error), outcome=state.outcome)
+            self.end(JoinResponse(ended=operation) if served else failed)
             raise
 
     def tell(self, message: JoinResponse) -> None:

@@ -323,10 +323,13 @@ class JoinResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     SHIPPED_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     update: _builtins.int
     """Number of the update, by the member's count."""
     delivered: _builtins.bool
     """Every target has received the weights. No later pass reads the weights. Sent after an attempt without `last`."""
+    outcome: _common_pb2.Outcome.ValueType
+    """With `failed`: outcome for the version. UNKNOWN: the version may be served. UNSPECIFIED: from an older trainer."""
     @_builtins.property
     def attempt(self) -> Global___Attempt:
         """Starts a pass. A source joins the group, then every rank iterates over its weights."""
@@ -357,10 +360,11 @@ class JoinResponse(_message.Message):
         failed: _common_pb2.ErrorDetail | None = ...,
         shipped: Global___Shipped | None = ...,
         delivered: _builtins.bool = ...,
+        outcome: _common_pb2.Outcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivered", b"delivered", "ended", b"ended", "failed", b"failed", "message", b"message", "shipped", b"shipped", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivered", b"delivered", "ended", b"ended", "failed", b"failed", "message", b"message", "shipped", b"shipped", "stop", b"stop", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivered", b"delivered", "ended", b"ended", "failed", b"failed", "message", b"message", "outcome", b"outcome", "shipped", b"shipped", "stop", b"stop", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attempt", "stop", "ended", "failed", "shipped", "delivered"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -31,7 +31,13 @@ from rlctl.trainer.lead import Leading
 from rlctl.trainer.pending_update import AsyncPending
 from rlctl.trainer.publisher import AsyncPublisher
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
-from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
+from rlctl.v1.results_pb2 import (
+    OPERATION_STATE_FAILED,
+    OPERATION_STATE_PARTIAL,
+    OPERATION_STATE_UNKNOWN,
+    Operation,
+    OperationState,
+)
 from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
 from rlctl.v1.verbs_pb2 import TensorDigest
@@ -370,10 +376,11 @@ class Group:
         return self.told.get(timeout=30)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_every_rank(
-    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+@pytest.fixture
+async def two_ranks(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[str], list[AsyncPending]]]:
+    """Start an update from a checkpoint at both ranks of a trainer."""
     monkeypatch.setattr("rlctl.trainer.publisher.share", Group.share)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
@@ -388,18 +395,51 @@ async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_ev
             source, path = Source(lambda: None), checkpoint(version)
             return [each.update_async(source, version=version, checkpoint=path, verify="none") for each in ranks]
 
-        for pending in start("two"):
-            await pending.wait()
-        cancelled = start("three")
-        assert cancelled[rank].cancel()
-        async with asyncio.timeout(20):
-            for pending in cancelled:
-                with pytest.raises(RlctlError) as caught:
-                    await pending.wait()
-                assert caught.value.reason is Reason.CANCELLED
-            for pending in start("four"):
-                assert (await pending.wait()).version.label == "four"
+        yield start
         await asyncio.gather(*(each.close() for each in ranks))
+
+
+@pytest.mark.parametrize(
+    "failure", [OPERATION_STATE_UNKNOWN, OPERATION_STATE_FAILED, Reason.LINK_LOST, Reason.UPDATE_IN_PROGRESS]
+)
+async def test_every_rank_reports_whether_the_version_may_be_served(
+    two_ranks: Callable[[str], list[AsyncPending]],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Reason | OperationState.ValueType,
+) -> None:
+    unknown = failure in (OPERATION_STATE_UNKNOWN, Reason.LINK_LOST)
+    call = Connection.call
+
+    async def fails(connection: Connection, method: str, request: Message, timeout_s: float) -> Any:
+        if method != "UpdateWeightsFromDisk":
+            return await call(connection, method, request, timeout_s)
+        if isinstance(failure, Reason):
+            raise failure.error("no", outcome=OUTCOME_UNKNOWN if unknown else OUTCOME_REJECTED)
+        return Operation(state=failure, error=Reason.LINK_LOST.error("restarted").detail())
+
+    monkeypatch.setattr(Connection, "call", fails)
+    expected = OUTCOME_UNKNOWN if unknown else OUTCOME_REJECTED
+    for pending in two_ranks("two"):
+        with pytest.raises(RlctlError) as caught:
+            await pending.wait()
+        assert caught.value.outcome == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_every_rank(
+    two_ranks: Callable[[str], list[AsyncPending]], rank: int
+) -> None:
+    for pending in two_ranks("two"):
+        await pending.wait()
+    cancelled = two_ranks("three")
+    assert cancelled[rank].cancel()
+    async with asyncio.timeout(20):
+        for pending in cancelled:
+            with pytest.raises(RlctlError) as caught:
+                await pending.wait()
+            assert caught.value.reason is Reason.CANCELLED
+        for pending in two_ranks("four"):
+            assert (await pending.wait()).version.label == "four"
 
 
 async def test_an_older_coordinator_is_told_of_before_anything_is_sent(
