@@ -59,6 +59,8 @@ CAUGHT_BY = {
     "shielding": 1020,
     "silence": 1010,
     "verification": 1174,
+    "uncertain_end": 1020,
+    "unpublished": 1000,
     "vetting": 1065,
 }
 """The seed from which on one is looked for that shows a safeguard to be needed: it moves with every change of what the

@@ -25,6 +25,9 @@ from rlctl.runtime import shielding
 from rlctl.stage.facts import Facts
 from rlctl.stage.serving_state import Serving
 from rlctl.stage.state_machine import Stage
+from rlctl.trainer import lead, member
+from rlctl.trainer.pending_update import UpdateState
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED
 from rlctl.worker.follower import Follower
 from tests.simulator.ports.journal import SimJournal
 
@@ -208,6 +211,8 @@ MUTANTS: dict[str, list[Patch]] = {
     "shielding": [(shielding, "shielded", lambda task: task), (Coordinator, "_answer", _ended_with_its_caller)],
     "silence": [(Peers, "silence", _not_silenced)],
     "verification": [(verification_levels, "judge_digests", _always_right)],
+    "uncertain_end": [(UpdateState, "outcome", OUTCOME_REJECTED)],
+    "unpublished": [(lead, "refuse_unpublished", _nothing), (member, "refuse_unpublished", _nothing)],
     "vetting": [(Fanout, "_vetted", _unvetted)],
 }
 """A mutant without a patch is a rule of the engine; the engine checks the mutant's name."""

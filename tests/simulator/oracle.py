@@ -87,6 +87,7 @@ class Observer:
         mistaken: updates with a probe that their weights fail.
         nameless: every tensor sent in implicit updates.
         may_end_early: open updates that may be partial: the sequence of each, by model.
+        begun: model and sequence of each trainer's update, by lead process and label.
     """
 
     def __init__(
@@ -106,6 +107,11 @@ class Observer:
         self.mistaken: set[str] = set()
         self.nameless: set[str] = set()
         self.may_end_early: dict[str, int] = {}
+        self.begun: dict[tuple[str, str], tuple[str, int]] = {}
+        self._on_record: set[tuple[str, int]] = set()
+        """Versions that the journal has had as a model's latest, by model and sequence."""
+        self._refused: dict[tuple[str, int], str] = {}
+        """Trainer processes that reported a version as not served, by model and sequence."""
         self.latest: dict[str, ModelRecord] = {}
         self.epoch = 0
         self.tokens = 0
@@ -307,8 +313,30 @@ class Observer:
                     self._rolling[name, update_id, record.latest.sequence] = self._rolling.pop((name, update_id, 0))
             self._rolled(lambda entry: not again and entry[0] == record.name and entry[2] != replaced)
         self.latest[record.name] = record
+        version = (record.name, record.latest.sequence)
+        self._on_record.add(version)
+        if version in self._refused:
+            self.broken(
+                "I13", f"{self._refused[version]} refused {record.latest.label}, which was published after that"
+            )
         if record.checkpoint:
             self.published.setdefault((record.name, record.latest.sequence), self._disks[record.checkpoint])
+
+    # I13: every trainer process learns whether the version is served.
+
+    def reported_served(self, who: str, lead: str, label: str) -> None:
+        """Take the report of a trainer process that the version of its update is published."""
+        version = self.begun.get((lead, label))
+        if version is not None and version not in self._on_record:
+            self.broken("I13", f"{who} reported {label} as served, and it was not published")
+
+    def reported_refused(self, who: str, lead: str, label: str) -> None:
+        """Take the report of a trainer process that the version of its update is not served, and will not be."""
+        version = self.begun.get((lead, label))
+        if version is not None:
+            self._refused[version] = who
+            if version in self._on_record:
+                self.broken("I13", f"{who} reported {label} as not served, and it was published")
 
     # I1: only published weights are served.
 

@@ -17,6 +17,7 @@ from rlctl.v1 import verbs_pb2
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
+    OUTCOME_UNKNOWN,
     PAUSE_MODE_ABORT,
     PAUSE_MODE_DRAIN,
     PAUSE_MODE_IN_PLACE,
@@ -77,6 +78,7 @@ class Caller:
         header = getattr(request, "header", None)
         if header is not None and not header.request_id and method != "RenewLease":
             header.request_id = self.sim.world.new_id()
+        sent = False
         for attempt in range(RETRIES + 1):
             started, stops = self.sim.world.now, self.node.stops
             try:
@@ -84,7 +86,10 @@ class Caller:
             except RlctlError as error:
                 if stops == self.node.stops:
                     self.sim.observer.took(method, self.sim.world.now - started, timeout_s + GRACE_S)
+                sent |= error.outcome == OUTCOME_UNKNOWN
                 if attempt == RETRIES or error.reason not in LOST:
+                    if sent and error.reason in LOST:
+                        error.outcome = OUTCOME_UNKNOWN  # an earlier try may have arrived
                     raise
                 await asyncio.sleep(self.random.uniform(0.05, 0.5))
                 continue

@@ -35,8 +35,9 @@ from rlctl.v1.common_pb2 import (
     WeightVersion,
 )
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation
+from rlctl.v1.trainer_pb2 import Sent
 from tests.simulator.callers.operators_and_clients import MODES, Caller, Client
-from tests.simulator.callers.trainer_ranks import Following, SimPart, SimSource, SimStore
+from tests.simulator.callers.trainer_ranks import Following, Run, SimPart, SimSource, SimStore
 from tests.simulator.inspection import staged
 from tests.simulator.model.rank_weights import ADAPTER_NAMES, NAMES, contents, probed
 from tests.simulator.ports.process_groups import Tensors
@@ -193,26 +194,19 @@ class Trainer(Caller):
         shares = [
             {name: update.contents[name] for name in names[rank :: self._sources]} for rank in range(self._sources)
         ]
+        in_place_batches = begin.rollout.max_unavailable and begin.apply != verbs_pb2.APPLY_MODE_STAGED
+        run = Run(sim, self.node.name, tag, limit + GRACE_S, refusable=not in_place_batches)
         for rank in self._following:
-            rank.update(tag, SimSource(shares[rank.part.source] if rank.part.source else {}), limit + GRACE_S)
-        state = UpdateState()
+            rank.update(run, SimSource(shares[rank.part.source] if rank.part.source else {}))
+        state, finite_only = UpdateState(), users.random() < 0.1
         operation: Operation | None = None
         try:
-            async with asyncio.timeout(limit + GRACE_S):
-                with self._members.update(tag, state):
-                    operation, _ = await self._leading.run(
-                        SimSource(shares[0]),
-                        begin,
-                        state,
-                        checkpoint="",
-                        finite_only=users.random() < 0.1,
-                        deadline_s=limit,
-                    )
+            operation = await run.watch(
+                self.node.name, state, self._lead(begin, SimSource(shares[0]), state, limit, finite_only=finite_only)
+            )
         except OperationFailed as error:
             operation = error.operation
             raise
-        except TimeoutError:
-            sim.observer.note(f"{tag} did not end in time")
         finally:
             if operation is not None and update.plan is not None:
                 sim.observer.note(f"{tag} ended {operation.state} {operation.error.message}")
@@ -221,11 +215,27 @@ class Trainer(Caller):
         if operation is not None and begin.kind in (verbs_pb2.UPDATE_KIND_FULL, verbs_pb2.UPDATE_KIND_DELTA):
             self._base = operation.weight_version
 
+    async def _lead(
+        self,
+        begin: update_pb2.BeginWeightUpdateRequest,
+        source: SimSource,
+        state: UpdateState,
+        deadline_s: float,
+        *,
+        finite_only: bool,
+    ) -> tuple[Operation, Sent]:
+        with self._members.update(begin.version, state):
+            return await self._leading.run(
+                source, begin, state, checkpoint="", finite_only=finite_only, deadline_s=deadline_s
+            )
+
     async def begun(self, plan: update_pb2.BeginWeightUpdateResponse) -> None:
         """Record the promises of an update that the coordinator has begun."""
         update, observer = self.open, self.sim.observer
         assert update is not None
         update.plan, begin = plan, update.begin
+        if not begin.adapter:
+            observer.begun[self.node.name, begin.version] = (self.model, plan.version.sequence)
         gives_digest = begin.kind != verbs_pb2.UPDATE_KIND_PARTIAL and update.complete and not update.forgets_digest
         if gives_digest and begin.options.verify in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_EXPECTED):
             observer.digested.add(plan.update_id)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rlctl.contract.durations import seconds
@@ -13,6 +14,8 @@ from rlctl.trainer.member import follow
 from rlctl.trainer.member_streams import Lead
 from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import Ship
+from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import Attempt, Offer, Sent
 from rlctl.v1.update_pb2 import GroupPlan
 from rlctl.weights.tensor.source import WeightSource
@@ -142,6 +145,45 @@ class SimPart:
         self._groups.clear()
 
 
+@dataclass(frozen=True)
+class Run:
+    """One call of update at a trainer process.
+
+    Attributes:
+        lead: name of the process of rank 0.
+        refusable: an error without the outcome UNKNOWN means that the version is not served. The error of a rolling
+            update in place may come after the first batch.
+    """
+
+    sim: Simulation
+    lead: str
+    version: str
+    timeout_s: float
+    refusable: bool
+
+    async def watch(self, who: str, state: UpdateState, call: Awaitable[tuple[Operation, Sent]]) -> Operation | None:
+        """Return the operation of an update that is served, and report every end to the observer.
+
+        Returns None if the time is up. Raises the error of the update.
+        """
+        observer = self.sim.observer
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                operation, _ = await call
+        except (RlctlError, SourceError, TimeoutError) as error:
+            observer.note(f"{who}: {self.version} failed: {error}")
+            outcome = error.outcome if isinstance(error, RlctlError) else OUTCOME_REJECTED
+            if isinstance(error, TimeoutError):
+                outcome = state.outcome
+            if self.refusable and outcome != OUTCOME_UNKNOWN:
+                observer.reported_refused(who, self.lead, self.version)
+            if isinstance(error, TimeoutError):
+                return None
+            raise
+        observer.reported_served(who, self.lead, self.version)
+        return operation
+
+
 class Following:
     """A trainer process other than rank 0.
 
@@ -155,12 +197,12 @@ class Following:
         self.part = part
         self._sim = sim
         self._rank = rank
-        self._calls: asyncio.Queue[tuple[str, SimSource, float]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[Run, SimSource]] = asyncio.Queue()
         node.start(self._run(address))
 
-    def update(self, version: str, source: SimSource, timeout_s: float) -> None:
+    def update(self, run: Run, source: SimSource) -> None:
         """Call update in this process, as the training loop of every rank does."""
-        self.node.later(self.node.random.expovariate(20.0), self._calls.put_nowait, (version, source, timeout_s))
+        self.node.later(self.node.random.expovariate(20.0), self._calls.put_nowait, (run, source))
 
     async def _run(self, address: str) -> None:
         try:
@@ -170,13 +212,14 @@ class Following:
             return
         lead = Lead(self._rank, cast(Any, link))
         while True:
-            version, source, timeout_s = await self._calls.get()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    with lead.update(version) as number:
-                        await follow(lead, self.part, source, version, number, UpdateState())
-            except (RlctlError, SourceError, TimeoutError) as error:
-                self._sim.observer.note(f"{self.node.name}: {version} failed: {error}")
+            run, source = await self._calls.get()
+            state = UpdateState()
+            with contextlib.suppress(RlctlError, SourceError):
+                await run.watch(self.node.name, state, self._follow(lead, run.version, source, state))
+
+    async def _follow(self, lead: Lead, version: str, source: SimSource, state: UpdateState) -> tuple[Operation, Sent]:
+        with lead.update(version) as number:
+            return await follow(lead, self.part, source, version, number, state)
 
 
 async def all_of(*works: Coroutine[Any, Any, Any]) -> None:

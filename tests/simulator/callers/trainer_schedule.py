@@ -40,7 +40,6 @@ class Trainers:
                 try:
                     await trainer.update(tag, chance)
                 except (RlctlError, SourceError) as error:
-                    self._sim.observer.note(f"{tag} failed: {error}")
                     reason = error.reason if isinstance(error, RlctlError) else None
                     if reason in (Reason.TRAINER_FENCED, Reason.TRAINER_RANK_LOST):
                         self._replace(trainer)
