@@ -7,6 +7,6 @@ Imports: nothing of rlctl but the generated stubs.
 
 Start with ``verbs.py`` (the table ``_ROWS``: a new verb is one row), ``errors.py`` (``Reason``: reason, status,
 exception, next step), ``access.py`` (``refusal``: whether a principal may call), ``outcomes.py`` (``of_ranks``: the
-outcome of a command at a stage) and ``validation.py`` (``check``). The state of a stage is decided in
-``stage/facts.py`` (``Facts.settle``, ``Facts.state``).
+outcome of a command at a stage) and ``validation.py`` (``check``), which applies the rules of the package ``rules``.
+The state of a stage is decided in ``stage/facts.py`` (``Facts.settle``, ``Facts.state``).
 """
