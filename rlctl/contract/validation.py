@@ -44,8 +44,7 @@ def check(request: Message) -> None:
     _values(request, "")
     if _has_header(kind):
         header = request.header  # type: ignore[attr-defined]
-        if header.HasField("timeout"):
-            fields.timeout_s(header.timeout, "header.timeout")
+        fields.timeout(header, "timeout", "header.")
         if header.request_id:
             fields.request_id(header.request_id, "header.request_id")
         if header.validate_only and isinstance(request, _ON_OPEN_UPDATE):

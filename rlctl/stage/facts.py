@@ -226,8 +226,6 @@ class Facts:
                 raise Reason.UPDATE_FENCED.error(
                     f"the shadow copy is update {update.update_id}'s", field="header.fence.update_id"
                 )
-            if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
-                raise Reason.FIELD_CONFLICT.error("a shadow copy can only be digested", field="action")
         if isinstance(request, verbs_pb2.CommitUpdateRequest) and not update.prepared:
             raise Reason.ILLEGAL_STATE.error("the update is not sealed, so its shadow copy is incomplete")
         if isinstance(request, (*_WRITES, verbs_pb2.LoadAdapterRequest)) and update.prepared:

@@ -26,7 +26,7 @@ from rlctl.contract.digests import is_digest, key_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.enums import number
 from rlctl.contract.errors import Reason
-from rlctl.contract.vllm_groups import BACKEND
+from rlctl.contract.group_backends import BACKENDS
 from rlctl.runtime.event_loops import LoopThread
 from rlctl.trainer.bucket_plan import Offered, fit
 from rlctl.trainer.lead import RENEW_S, Leading
@@ -69,11 +69,7 @@ DEADLINE_S = 600.0
 LEASE_TTL_S = 30.0
 
 _PATHS = {"auto": DATA_PATH_UNSPECIFIED, "broadcast": DATA_PATH_BROADCAST, "ipc": DATA_PATH_IPC}
-_TRANSPORTS = {
-    "gloo": common_pb2.TRANSPORT_TORCH_GLOO,
-    "nccl": common_pb2.TRANSPORT_TORCH_NCCL,
-    BACKEND: common_pb2.TRANSPORT_VLLM_NCCL,
-}
+_TRANSPORTS = {backend: transport for transport, backend in BACKENDS.items()}
 
 BUCKET_BYTES = 16 << 20
 GRACE_S = 5.0

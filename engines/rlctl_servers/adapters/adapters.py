@@ -342,12 +342,10 @@ class Adapters(abc.ABC):
         """Return the digest of an adapter, as staged by the open update or as serving. The server's answer counts for
         all ranks.
 
-        Raises UNSUPPORTED, FIELD_CONFLICT, ADAPTER_NOT_FOUND, WEIGHTS_INCOMPLETE, DIGEST_MISMATCH.
+        Raises UNSUPPORTED, ADAPTER_NOT_FOUND, WEIGHTS_INCOMPLETE, DIGEST_MISMATCH.
         """
         if (request.action or CHECK_ACTION_CHECKSUM) != CHECK_ACTION_CHECKSUM:
             raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
-        if request.shadow:
-            raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
         if request.per_tensor or request.fingerprints:
             raise Reason.UNSUPPORTED.error("an adapter is digested as a whole", outcome=OUTCOME_SKIPPED)
         if self._update is not None and self._update.info.name == request.adapter:

@@ -84,8 +84,6 @@ class Check:
         if self._request.adapter:
             if self._action != CHECK_ACTION_CHECKSUM:
                 raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
-            if self._request.shadow:
-                raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
             self._adapter()
         if self._action == CHECK_ACTION_RESET_TENSORS:
             rank.refuse_during_update()

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from rlctl.contract import digests as digest_texts
 from rlctl.contract import fingerprints as tensor_fingerprints
@@ -17,8 +17,8 @@ MAX_TIMEOUT_S = 24 * 3600.0
 MOST_LABEL = 256
 MOST_NAME = 1024
 MOST_ADAPTER_NAME = 256
-_SLOT = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
-"""Names that are safe unquoted in file names, metric labels and command lines."""
+SLOT = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
+"""Names that are safe unquoted in file names, metric labels, command lines and the identities of certificates."""
 _UUID7 = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
@@ -27,8 +27,8 @@ def required(value: object, field: str) -> None:
         raise Reason.FIELD_REQUIRED.error(f"{field} is empty", field=field)
 
 
-def invalid(message: str, field: str, next_step: str = "") -> RlctlError:
-    return Reason.FIELD_INVALID.error(message, field=field, next_step=next_step)
+def invalid(message: str, field: str) -> RlctlError:
+    return Reason.FIELD_INVALID.error(message, field=field)
 
 
 def unique(values: Sequence[object], field: str) -> None:
@@ -52,7 +52,7 @@ def path(value: str, field: str) -> None:
 def slot_name(value: str, field: str) -> None:
     """Check a slot's name, which names files, metrics and processes."""
     required(value, field)
-    if not _SLOT.fullmatch(value):
+    if not SLOT.fullmatch(value):
         raise invalid(
             f"{field} {value[:64]!r} must be letters, digits, '.', '_' and '-', 255 at most, a letter or digit first",
             field,
@@ -73,14 +73,15 @@ def request_id(value: str, field: str) -> None:
         )
 
 
-def timeout_s(value: Duration, field: str) -> float:
-    """Return the seconds of a duration. The duration must be above zero and at most a day."""
-    length_s = seconds(value)
+def timeout(message: Message, name: str, path: str = "") -> None:
+    """Check that a duration, if set, is above zero and at most a day. ``path``: the message's in the request."""
+    if not message.HasField(name):
+        return
+    field, length_s = f"{path}{name}", seconds(getattr(message, name))
     if not 0 < length_s <= MAX_TIMEOUT_S:
         raise Reason.DEADLINE_INVALID.error(
             f"{field} is {length_s:g} s; it must be above 0 and at most {MAX_TIMEOUT_S:g} s", field=field
         )
-    return length_s
 
 
 def digest(value: str, field: str) -> None:

@@ -12,6 +12,9 @@ MOST_KEY = 256
 MOST_LOG_LINES = 100
 
 RULES = Rules()
+RULES.require(coordinator_pb2.TakeOverStagesRequest, "slots")
+RULES.require(coordinator_pb2.ListVersionsRequest, "model")
+RULES.require(coordinator_pb2.SetHealingRequest, "model")
 
 
 @RULES.of(coordinator_pb2.RegisterStageRequest)
@@ -64,21 +67,6 @@ def _admit(request: coordinator_pb2.AdmitSlotsRequest) -> None:
     duplicates = sorted(set(request.slots) & set(request.dismissed))
     if duplicates:
         raise Reason.FIELD_CONFLICT.error(f"slot {duplicates[0]!r} is to be admitted and dismissed", field="dismissed")
-
-
-@RULES.of(coordinator_pb2.TakeOverStagesRequest)
-def _take_over(request: coordinator_pb2.TakeOverStagesRequest) -> None:
-    fields.required(request.slots, "slots")
-
-
-@RULES.of(coordinator_pb2.ListVersionsRequest)
-def _versions(request: coordinator_pb2.ListVersionsRequest) -> None:
-    fields.required(request.model, "model")
-
-
-@RULES.of(coordinator_pb2.SetHealingRequest)
-def _healing(request: coordinator_pb2.SetHealingRequest) -> None:
-    fields.required(request.model, "model")
 
 
 @RULES.of(coordinator_pb2.SetMinHealthyRequest)

@@ -9,6 +9,7 @@ from rlctl.contract.rules import fields
 from rlctl.contract.rules.table import Rules
 from rlctl.contract.sampling import check_levels
 from rlctl.v1 import rollout_pb2, verbs_pb2
+from rlctl.v1.common_pb2 import MEMORY_TAG_UNSPECIFIED
 
 MOST_BY = 200
 MOST_REASON = 1000
@@ -18,12 +19,23 @@ RULES = Rules()
 
 @RULES.of(rollout_pb2.GenerateRequest)
 def _generate(request: rollout_pb2.GenerateRequest) -> None:
+    if request.WhichOneof("prompt") is None:
+        raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
     if request.HasField("engine_fields"):
         check_levels(request.engine_fields)
 
 
 @RULES.of(verbs_pb2.AbortRequestsRequest)
 def _abort(request: verbs_pb2.AbortRequestsRequest) -> None:
+    _rids(request)
+
+
+@RULES.of(rollout_pb2.AbortRequest)
+def _abort_at_stage(request: rollout_pb2.AbortRequest) -> None:
+    _rids(request)
+
+
+def _rids(request: verbs_pb2.AbortRequestsRequest | rollout_pb2.AbortRequest) -> None:
     if request.abort_all and request.rids:
         raise Reason.FIELD_CONFLICT.error("rids and abort_all exclude each other", field="rids")
     if not request.abort_all:
@@ -35,10 +47,9 @@ def _pause(request: verbs_pb2.PauseGenerationRequest) -> None:
     for field, most in (("by", MOST_BY), ("reason", MOST_REASON)):
         if getattr(request, field):
             fields.name(getattr(request, field), field, most)
-    if request.HasField("ttl"):
-        fields.timeout_s(request.ttl, "ttl")
-        if request.header.fence.update_id:
-            raise Reason.FIELD_CONFLICT.error("a pause inside an update ends with it", field="ttl")
+    fields.timeout(request, "ttl")
+    if request.HasField("ttl") and request.header.fence.update_id:
+        raise Reason.FIELD_CONFLICT.error("a pause inside an update ends with it", field="ttl")
     _scope(request)
 
 
@@ -68,8 +79,7 @@ def _scope(request: verbs_pb2.PauseGenerationRequest | verbs_pb2.ContinueGenerat
 
 @RULES.of(verbs_pb2.FlushCacheRequest)
 def _flush(request: verbs_pb2.FlushCacheRequest) -> None:
-    if request.HasField("idle_timeout"):
-        fields.timeout_s(request.idle_timeout, "idle_timeout")
+    fields.timeout(request, "idle_timeout")
 
 
 @RULES.of(verbs_pb2.ReleaseMemoryRequest)
@@ -83,6 +93,6 @@ def _resume(request: verbs_pb2.ResumeMemoryRequest) -> None:
 
 
 def _tags(tags: Sequence[int]) -> None:
-    if 0 in tags:
+    if MEMORY_TAG_UNSPECIFIED in tags:
         raise fields.invalid("tags holds an unspecified region", "tags")
-    fields.unique(list(tags), "tags")
+    fields.unique(tags, "tags")

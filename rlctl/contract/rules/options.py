@@ -12,13 +12,13 @@ from rlctl.v1 import common_pb2, verbs_pb2
 MAX_PROMPTS = 256
 
 
-def check_options(options: verbs_pb2.UpdateOptions, field: str = "options") -> None:
+def check_options(options: verbs_pb2.UpdateOptions) -> None:
     if options.HasField("probe"):
-        _probe(options.probe, f"{field}.probe")
+        _probe(options.probe, "options.probe")
     if options.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
-        raise fields.invalid("as_verified is for CheckWeights only", f"{field}.digest")
+        raise fields.invalid("as_verified is for CheckWeights only", "options.digest")
     if options.verify == common_pb2.VERIFICATION_LEVEL_DECODE:
-        raise fields.invalid("decode is asked for by decode_check, beside a level of the bytes", f"{field}.verify")
+        raise fields.invalid("decode is asked for by decode_check, beside a level of the bytes", "options.verify")
 
 
 def check_adapter_options(options: verbs_pb2.UpdateOptions) -> None:

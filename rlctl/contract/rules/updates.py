@@ -9,6 +9,10 @@ from rlctl.contract.rules.table import Rules
 from rlctl.v1 import update_pb2, verbs_pb2
 
 RULES = Rules()
+RULES.require(update_pb2.JoinWeightUpdateRequest, "update_id")
+RULES.require(update_pb2.RetryWeightUpdateRequest, "update_id", "failed_attempt")
+RULES.require(update_pb2.AbortWeightUpdateRequest, "update_id")
+RULES.require(update_pb2.RenewLeaseRequest, "update_id")
 
 
 @RULES.of(update_pb2.BeginWeightUpdateRequest)
@@ -38,22 +42,9 @@ def _begin(request: update_pb2.BeginWeightUpdateRequest) -> None:
     target = request.header.target
     if target.slots or target.stages or target.model not in ("", request.model):
         raise fields.invalid("an update reaches every stage of its model; leave the target empty", "header.target")
-    if request.HasField("lease_ttl"):
-        fields.timeout_s(request.lease_ttl, "lease_ttl")
-    if request.HasField("renew_interval"):
-        fields.timeout_s(request.renew_interval, "renew_interval")
+    fields.timeout(request, "lease_ttl")
+    fields.timeout(request, "renew_interval")
     check_options(request.options)
-
-
-@RULES.of(update_pb2.JoinWeightUpdateRequest)
-def _join_update(request: update_pb2.JoinWeightUpdateRequest) -> None:
-    fields.required(request.update_id, "update_id")
-
-
-@RULES.of(update_pb2.RetryWeightUpdateRequest)
-def _retry_update(request: update_pb2.RetryWeightUpdateRequest) -> None:
-    fields.required(request.update_id, "update_id")
-    fields.required(request.failed_attempt, "failed_attempt")
 
 
 @RULES.of(update_pb2.CommitBatchRequest)
@@ -76,13 +67,3 @@ def _said_at_commit(request: update_pb2.CommitWeightUpdateRequest | update_pb2.C
     fields.digest(request.expected_digest, "expected_digest")
     fields.digest(request.sent_digest, "sent_digest")
     fields.fingerprints(request.fingerprints)
-
-
-@RULES.of(update_pb2.AbortWeightUpdateRequest)
-def _abort_update(request: update_pb2.AbortWeightUpdateRequest) -> None:
-    fields.required(request.update_id, "update_id")
-
-
-@RULES.of(update_pb2.RenewLeaseRequest)
-def _renew(request: update_pb2.RenewLeaseRequest) -> None:
-    fields.required(request.update_id, "update_id")

@@ -17,6 +17,7 @@ def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
     fields.digest(request.expected_digest, "expected_digest")
     fields.digest_key(request.digest_key)
     _digest_function(request)
+    _shadow(request)
     fields.fingerprints(request.fingerprints)
     if request.action == verbs_pb2.CHECK_ACTION_PROBE:
         check_prompts(request.prompts, "prompts")
@@ -59,10 +60,19 @@ def _digest_function(request: verbs_pb2.CheckWeightsRequest) -> None:
         raise Reason.FIELD_CONFLICT.error("expected_digest was made with another key", field="digest_key")
 
 
+def _shadow(request: verbs_pb2.CheckWeightsRequest) -> None:
+    if not request.shadow:
+        return
+    if request.action not in (verbs_pb2.CHECK_ACTION_UNSPECIFIED, verbs_pb2.CHECK_ACTION_CHECKSUM):
+        raise Reason.FIELD_CONFLICT.error("a shadow copy can only be digested", field="action")
+    if request.adapter:
+        raise Reason.FIELD_CONFLICT.error("adapters have no shadow copy", field="shadow")
+
+
 def _read(request: verbs_pb2.CheckWeightsRequest) -> None:
     fields.name(request.tensor, "tensor", fields.MOST_NAME)
     if request.HasField("rows") and not request.rows:
         raise fields.invalid("rows is 0; at least one row is read", "rows")
-    for field in ("adapter", "shadow", "expected_digest", "digest_key", "fingerprints", "per_tensor", "skip_tensors"):
+    for field in ("adapter", "expected_digest", "digest_key", "fingerprints", "per_tensor", "skip_tensors"):
         if getattr(request, field):
             raise Reason.FIELD_CONFLICT.error(f"the action READ takes no {field}", field=field)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlctl.contract import digests, vllm_groups
+from rlctl.contract import digests
 from rlctl.contract.errors import Reason
+from rlctl.contract.group_backends import BACKENDS
 from rlctl.contract.rules import fields
 from rlctl.contract.rules.options import check_options
 from rlctl.contract.rules.table import Rules
 from rlctl.v1 import verbs_pb2
-
-BACKENDS = ("gloo", "nccl", vllm_groups.BACKEND)
+from rlctl.v1.common_pb2 import Target
 
 RULES = Rules()
+RULES.require(verbs_pb2.DestroyWeightsUpdateGroupRequest, "group_name")
 
 
 @RULES.of(verbs_pb2.UpdateWeightsFromDiskRequest)
 def _from_disk(request: verbs_pb2.UpdateWeightsFromDiskRequest) -> None:
     fields.path(request.model_path, "model_path")
-    if request.header.target.slots or request.header.target.stages:
-        raise fields.invalid("an update reaches every stage of its model; name the model only", "header.target.slots")
+    _whole_model(request.header.target)
     _modules(request.target_modules)
     fields.digest(request.expected_digest, "expected_digest")
     if digests.key_of(request.expected_digest):
@@ -51,11 +51,21 @@ def _modules(names: Sequence[str]) -> None:
 def _load_adapter(request: verbs_pb2.LoadAdapterRequest) -> None:
     fields.adapter_name(request.name, "name")
     fields.path(request.path, "path")
+    _whole_model(request.header.target)
 
 
 @RULES.of(verbs_pb2.UnloadAdapterRequest)
 def _unload_adapter(request: verbs_pb2.UnloadAdapterRequest) -> None:
     fields.adapter_name(request.name, "name")
+    _whole_model(request.header.target)
+
+
+def _whole_model(target: Target) -> None:
+    """Refuse a target smaller than a model. Weights and adapters belong to a model."""
+    if target.slots or target.stages:
+        raise fields.invalid(
+            "weights and adapters change at every stage of a model; name the model only", "header.target"
+        )
 
 
 @RULES.of(verbs_pb2.InitWeightsUpdateGroupRequest)
@@ -68,19 +78,14 @@ def _init_group(request: verbs_pb2.InitWeightsUpdateGroupRequest) -> None:
         raise fields.invalid(f"{request.master_address!r} is no host's name", "master_address") from None
     if not 0 < request.master_port < 65536:
         raise fields.invalid(f"master_port is {request.master_port}; it must be 1 to 65535", "master_port")
-    if request.backend not in BACKENDS:
-        raise fields.invalid(f"backend is {request.backend!r}; it must be one of {', '.join(BACKENDS)}", "backend")
+    if request.backend not in BACKENDS.values():
+        names = ", ".join(BACKENDS.values())
+        raise fields.invalid(f"backend is {request.backend!r}; it must be one of {names}", "backend")
     if request.world_size < 2:
         raise fields.invalid(f"world_size is {request.world_size}; a source and a rank make 2", "world_size")
     if request.paired and (request.world_size != 2 or request.rank_offset > 1):
         raise Reason.FIELD_CONFLICT.error("paired groups are of two ranks each", field="paired")
-    if request.HasField("group_timeout"):
-        fields.timeout_s(request.group_timeout, "group_timeout")
-
-
-@RULES.of(verbs_pb2.DestroyWeightsUpdateGroupRequest)
-def _destroy_group(request: verbs_pb2.DestroyWeightsUpdateGroupRequest) -> None:
-    fields.required(request.group_name, "group_name")
+    fields.timeout(request, "group_timeout")
 
 
 @RULES.of(verbs_pb2.UpdateWeightsFromDistributedRequest)
@@ -124,7 +129,7 @@ def _from_tensor(request: verbs_pb2.UpdateWeightsFromTensorRequest) -> None:
             raise Reason.FIELD_REQUIRED.error(
                 f"{path}.lease is required: the time for which the segment may be read", field=f"{path}.lease"
             )
-        fields.timeout_s(segment.lease, f"{path}.lease")
+        fields.timeout(segment, "lease", f"{path}.")
     readers = {segment.reader.slot for segment in request.segments}
     if len(readers) > 1:
         raise Reason.FIELD_CONFLICT.error(

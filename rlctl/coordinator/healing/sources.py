@@ -5,12 +5,12 @@ from __future__ import annotations
 from rlctl.contract.adapter_identity import same
 from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.contract.group_backends import BACKENDS
 from rlctl.coordinator.fleet.capabilities import adapter_travels, can_digest, unsupported
 from rlctl.coordinator.fleet.roster import Roster, Slot
 from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
 from rlctl.coordinator.healing.from_peer import alike
 from rlctl.coordinator.transaction import verification_levels
-from rlctl.coordinator.transaction.planner import GROUPS
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
     STAGE_STATE_DIRTY,
@@ -94,9 +94,9 @@ class Sources:
 
     def holder(self, slot: Slot, adapter: Adapter) -> Slot | None:
         """Return a stage that serves the adapter and can send tensors."""
-        if not adapter_travels(slot, *GROUPS):
+        if not adapter_travels(slot, *BACKENDS):
             return None
-        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *GROUPS)), None)
+        return next((p for p in self._senders(slot) if _holds(p, adapter) and adapter_travels(p, *BACKENDS)), None)
 
     def _peer(self, slot: Slot) -> Slot | None:
         """Return a stage that is at the version and can send weights, preferably with the same parts at each rank."""

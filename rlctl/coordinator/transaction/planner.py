@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.group_backends import BACKENDS
 from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.capabilities import adapter_travels, computes_keyed_digests, no_pause, unsupported
 from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
 from rlctl.coordinator.transaction import verification_levels
-from rlctl.coordinator.transaction.process_groups import BACKENDS, Circle, GroupBook, circle
+from rlctl.coordinator.transaction.process_groups import Circle, GroupBook, circle
 from rlctl.v1.common_pb2 import (
     MEMORY_TAG_WEIGHTS,
     PAUSE_MODE_ABORT,
@@ -52,7 +53,6 @@ from rlctl.v1.verbs_pb2 import (
 LEASE_TTL_S = 30.0
 MOST_SOURCES = 1024
 
-GROUPS = tuple(BACKENDS)
 _WRITES = {
     TRANSPORT_DISK: "UpdateWeightsFromDisk",
     TRANSPORT_SHARED_MEMORY: "UpdateWeightsFromTensor",
@@ -202,14 +202,7 @@ class Planner:
         return abandoned
 
     def only_model(self, target: Target) -> str:
-        """Return the model of an adapter request. Raises FIELD_REQUIRED if the model is ambiguous.
-
-        Raises FIELD_INVALID for a target smaller than a model, since adapters belong to a model.
-        """
-        if target.slots or target.stages:
-            raise Reason.FIELD_INVALID.error(
-                "adapters are loaded and unloaded at every stage of a model; name the model only", field="header.target"
-            )
+        """Return the model of an adapter request. Raises FIELD_REQUIRED if the model is ambiguous."""
         if not target.model and len(self._roster.models) != 1:
             model_names = ", ".join(sorted(self._roster.models)) or "none"
             raise Reason.FIELD_REQUIRED.error(f"name the model; there are: {model_names}", field="header.target.model")
@@ -306,7 +299,7 @@ class Planner:
         if transport == TRANSPORT_VLLM_NCCL and (limit := _beyond_vllm(request)):
             return Reason.UNSUPPORTED.error(f"{slot.name}: vLLM's own engine takes {limit[0]}", field=limit[1])
         if request.kind == UPDATE_KIND_ADAPTER and not adapter_travels(slot, transport):
-            engine, way = slot.record.registration.engine, "over a group" if transport in GROUPS else "out of memory"
+            engine, way = slot.record.registration.engine, "over a group" if transport in BACKENDS else "out of memory"
             return Reason.UNSUPPORTED.error(
                 f"{slot.name}: engine {engine!r} takes no adapter {way}",
                 field="path",

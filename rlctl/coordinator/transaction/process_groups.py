@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.contract.errors import Reason
-from rlctl.contract.vllm_groups import BACKEND
+from rlctl.contract.group_backends import BACKENDS
 from rlctl.coordinator.fleet.roster import Slot
-from rlctl.v1.common_pb2 import TRANSPORT_TORCH_GLOO, TRANSPORT_TORCH_NCCL, TRANSPORT_VLLM_NCCL, Transport
+from rlctl.v1.common_pb2 import TRANSPORT_VLLM_NCCL, Transport
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, GroupPlan
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest
-
-BACKENDS = {TRANSPORT_TORCH_GLOO: "gloo", TRANSPORT_TORCH_NCCL: "nccl", TRANSPORT_VLLM_NCCL: BACKEND}
-"""Backend of the process groups, by transport."""
 
 ALONE = {TRANSPORT_VLLM_NCCL}
 """Transports over which every stage has its own group. Ranks cannot leave a collective that ranks of a different stage

@@ -9,7 +9,6 @@ from typing import cast
 from google.protobuf.message import Message
 
 from rlctl.contract.durations import duration
-from rlctl.contract.errors import Reason
 from rlctl.contract.partial_responses import Merged
 from rlctl.contract.sampling import check_pair_version
 from rlctl.contract.validation import check
@@ -81,8 +80,6 @@ class Generation:
         serving = self._serving()
         serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter)
         check_pair_version(request, serving.version.sequence)
-        if request.WhichOneof("prompt") is None:
-            raise Reason.FIELD_REQUIRED.error("neither text nor input_ids is set", field="prompt")
         deadline = float("inf") if remaining_s is None else started + remaining_s
         version: WeightVersion | None = None
         with self._quotas.places():
@@ -101,6 +98,5 @@ class Generation:
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
         """Abort requests by rid, or all."""
         request = cast(AbortRequest, request)
-        if request.abort_all == bool(request.rids):
-            raise Reason.FIELD_CONFLICT.error("set either rids or abort_all", field="rids")
+        check(request)
         return await self._engine().abort(request)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.rules.fields import SLOT
 
 SCHEME = "rlctl://"
 DOMAIN = "rlctl.internal"
@@ -20,7 +21,6 @@ GATEWAY = "gateway"
 """Name of a gateway's HTTP interface."""
 
 _FLEET = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 
 
 class Role(enum.StrEnum):
@@ -77,7 +77,7 @@ class Identity:
             raise Reason.TLS_INVALID.error(f"fleet {fleet!r} is no DNS label in lower case", field="fleet")
         if role not in list(Role):
             raise Reason.TLS_INVALID.error(f"{role!r} is not one of {', '.join(Role)}", field="identity")
-        if (role == Role.COORDINATOR and slash) or (role != Role.COORDINATOR and not _NAME.fullmatch(name)):
+        if (role == Role.COORDINATOR and slash) or (role != Role.COORDINATOR and not SLOT.fullmatch(name)):
             form = role if role == Role.COORDINATOR else f"{role}/NAME"
             raise Reason.TLS_INVALID.error(f"{path!r} is not of the form {form}", field="identity")
         return cls(fleet, Role(role), name)

@@ -17,6 +17,7 @@ from rlctl.ports import new_uuid7
 from rlctl.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, update_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.verbs_pb2 import CHECK_ACTION_READ as READ
+from rlctl.v1.verbs_pb2 import CHECK_ACTION_RESET_TENSORS as RESET_TENSORS
 from rlctl.v1.verbs_pb2 import Shape, TensorBucket, UpdateOptions
 
 
@@ -94,6 +95,9 @@ BAD: list[tuple[Message, str, str]] = [
     ),
     (verbs_pb2.AbortRequestsRequest(), "FIELD_REQUIRED", "rids"),
     (verbs_pb2.AbortRequestsRequest(rids=["a"], abort_all=True), "FIELD_CONFLICT", "rids"),
+    (rollout_pb2.AbortRequest(), "FIELD_REQUIRED", "rids"),
+    (rollout_pb2.AbortRequest(rids=["a"], abort_all=True), "FIELD_CONFLICT", "rids"),
+    (rollout_pb2.GenerateRequest(), "FIELD_REQUIRED", "prompt"),
     (verbs_pb2.FlushCacheRequest(idle_timeout=Duration()), "DEADLINE_INVALID", "idle_timeout"),
     (verbs_pb2.UpdateWeightsFromDiskRequest(), "FIELD_REQUIRED", "model_path"),
     (
@@ -142,6 +146,8 @@ BAD: list[tuple[Message, str, str]] = [
     (verbs_pb2.CheckWeightsRequest(expected_digest="0" * 63), "FIELD_INVALID", "expected_digest"),
     (verbs_pb2.CheckWeightsRequest(tensor="w"), "FIELD_CONFLICT", "tensor"),
     (verbs_pb2.CheckWeightsRequest(rows=3), "FIELD_CONFLICT", "rows"),
+    (verbs_pb2.CheckWeightsRequest(shadow=True, action=RESET_TENSORS), "FIELD_CONFLICT", "action"),
+    (verbs_pb2.CheckWeightsRequest(shadow=True, adapter="a"), "FIELD_CONFLICT", "shadow"),
     (verbs_pb2.CheckWeightsRequest(action=READ), "FIELD_REQUIRED", "tensor"),
     (verbs_pb2.CheckWeightsRequest(action=READ, tensor="a\nb"), "FIELD_INVALID", "tensor"),
     (verbs_pb2.CheckWeightsRequest(action=READ, tensor="w", rows=0), "FIELD_INVALID", "rows"),

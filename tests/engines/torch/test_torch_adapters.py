@@ -154,7 +154,6 @@ async def test_tensors_come_over_a_group(stage: Stage, math: Made, other: Made) 
     assert {report.model_digest for report in await stage(CheckWeightsRequest(adapter="math"))} == {sent}
     other_digest = CheckWeightsRequest(adapter="math", expected_digest="0" * 64)
     assert (await all_refuse(stage, other_digest)).reason is Reason.DIGEST_MISMATCH
-    assert (await all_refuse(stage, CheckWeightsRequest(adapter="math", shadow=True))).field == "shadow"
     assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
     assert await stage.tokens(PROMPT, COUNT) == greedy(stage.config.model_path, PROMPT, COUNT)
 
