@@ -12,8 +12,9 @@ from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, typed
 from rlctl.contract.verbs import offered_by
 from rlctl.coordinator.fleet import disruptions
+from rlctl.coordinator.fleet.model_state import ModelState
 from rlctl.coordinator.fleet.observer import Observer
-from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.updates.manager import TRAINERS_UPDATE
 from rlctl.metrics import definitions as m

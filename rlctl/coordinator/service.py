@@ -24,8 +24,10 @@ from rlctl.coordinator.audit import KEPT_S, Audit
 from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
 from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_keyed_check, refuse_unpaused
+from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.fleet.observer import Observer
-from rlctl.coordinator.fleet.roster import Roster, Slot, enable, model_put, names
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot, enable, names
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
 from rlctl.coordinator.operations.call_coalescing import Joined

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from rlctl.contract.errors import RlctlError
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, STAGE_STATE_PAUSED, STAGE_STATE_READY, StageState
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, Operation
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse

@@ -11,7 +11,8 @@ from rlctl.command_stream.commander import Commander
 from rlctl.command_stream.executor import Executor
 from rlctl.contract import memory_regions
 from rlctl.contract.verbs import Verb
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.fanout import Fanout

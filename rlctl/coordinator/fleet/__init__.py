@@ -6,10 +6,11 @@ leases are granted in ``stage_links.py`` (``Peers.grant``); a stage that must no
 
 Imports: coordinator.journal, command_stream, contract, ports.
 
-Start with ``roster.py`` (``Slot``, ``ModelState``, ``Roster.register``, ``Roster.quarantine``) and ``versions.py``
-(``publish``, ``adoptable``). ``inflight_replay.py`` repeats commands after a broken link; ``replaced_leases.py`` waits
-for replaced processes; ``kept_pauses.py`` holds pauses by name; ``admitted_slots.py`` (``AdmittedSlots.refuse``)
-refuses a stage in a slot that is not admitted.
+Start with ``slot.py`` (``Slot.state``, ``Slot.not_routable``), ``roster.py`` (``Roster.register``,
+``Roster.quarantine``) and ``versions.py`` (``publish``, ``adoptable``). ``model_state.py`` has the state of a model,
+``fleet_messages.py`` the messages for watchers. ``inflight_replay.py`` repeats commands after a broken link;
+``replaced_leases.py`` waits for replaced processes; ``kept_pauses.py`` holds pauses by name; ``admitted_slots.py``
+(``AdmittedSlots.refuse``) refuses a stage in a slot that is not admitted.
 
 Callers of ``Roster.quarantine``:
 

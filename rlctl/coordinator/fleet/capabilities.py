@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from rlctl.contract import adapter_identity, digests, memory_regions
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import of_request
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1.common_pb2 import (
     OUTCOME_REJECTED,
     PAUSE_MODE_ABORT,

@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterator
 
 from rlctl.contract import min_healthy
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1 import common_pb2
 
 _RETURNING = (

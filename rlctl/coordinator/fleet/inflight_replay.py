@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rlctl.command_stream.commander import Commander, Issued
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 
 
 class Unanswered:

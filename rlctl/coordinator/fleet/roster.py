@@ -1,11 +1,10 @@
-"""The slots and models of the fleet, the process in each slot, and the state of each stage."""
+"""The slots and models of the fleet: registered, changed durably, selected by targets, and watched."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -16,59 +15,33 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
-from rlctl.command_stream.commander import Commander
 from rlctl.contract import min_healthy
-from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.fleet_messages import difference, model_message, stage_message
 from rlctl.coordinator.fleet.kept_pauses import Pauses, covers
+from rlctl.coordinator.fleet.model_state import ModelState, model_put
 from rlctl.coordinator.fleet.observer import Observer
 from rlctl.coordinator.fleet.replaced_leases import Formers
 from rlctl.coordinator.fleet.routing_followers import Followers
+from rlctl.coordinator.fleet.slot import MAIN, Slot, fill, slot_put
 from rlctl.coordinator.journal.records import parsed
 from rlctl.ports import Clock, Delete, Journal, Put
-from rlctl.v1 import common_pb2
-from rlctl.v1.common_pb2 import (
-    ErrorDetail,
-    PauseMode,
-    ResponseHeader,
-    StageState,
-    Target,
-    WeightVersion,
-    WorkerCoordinates,
-)
+from rlctl.v1.common_pb2 import ErrorDetail, ResponseHeader, Target
 from rlctl.v1.fleet_pb2 import (
     FLEET_EVENT_KIND_CHANGED,
     FLEET_EVENT_KIND_SNAPSHOT,
-    Capabilities,
-    EngineFailure,
     Fleet,
     FleetEvent,
-    Model,
-    Pause,
-    Stage,
     StageRegistration,
-    StageReport,
 )
 from rlctl.v1.journal_pb2 import ModelRecord, SlotRecord
 from rlctl.v1.results_pb2 import ExcludedStage
 
 log = logging.getLogger(__name__)
 
-_ABSENT = (
-    common_pb2.STAGE_STATE_JOINING,
-    common_pb2.STAGE_STATE_UNREACHABLE,
-    common_pb2.STAGE_STATE_DRAINING,
-    common_pb2.STAGE_STATE_RETIRED,
-)
-
 NOT_THERE = "not there"
 """Reason of an excluded stage that was absent."""
-
-_UNLINKED = (common_pb2.STAGE_STATE_JOINING, common_pb2.STAGE_STATE_UNREACHABLE)
 
 REST = 5
 """Rest of a watch, as a multiple of the time that the comparison of the fleet took. With a thousand changing stages,
@@ -81,259 +54,6 @@ MOST_NAMED = 3
 RETIRED = 1024
 """Retired slots that the journal remembers, so that a process that returns to a slot is a later incarnation. Slots
 named after pods would otherwise accumulate without limit."""
-
-MAIN = "main"
-"""Logical stage of a registration that names no logical stage."""
-
-NONE: frozenset[str] = frozenset()
-
-_MIXTURE = "its weights are a mixture; a full update or a heal clears it"
-"""For a DIRTY stage whose cause is no longer known."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """A slot and the process that fills it.
-
-    Attributes:
-        record: the journaled record.
-        verbs: verbs that the stage supports.
-        workers: ranks of the stage.
-        commander: the link, if any.
-        report: latest report of the present incarnation.
-        lease_until: latest end of the stage's serving lease, on the clock's ``now``.
-        gone: nothing listens at the stage's address, or the stage deregisters. Once replaced, the stage serves nothing.
-        silent_from: number of a grant. During a publish, a confirmation of this or a later grant says that the stage
-            serves nothing. 0: no confirmation counts, the lease must end.
-        restoring: a heal or update is bringing the stage to the published version. Until then the stage
-            may not serve that version, regardless of reports.
-        late: the stage joined after the served version was published, or was excluded. The stage may be STALE only
-            briefly.
-        leaving: number of callers that are about to take the stage out of service (:meth:`Roster.leaving`).
-        heal_at: time on the clock's ``now`` of the stage's heal, or of the next try after a failed heal; None: no heal
-            is planned.
-        heal_time: the same as wall time, for people.
-        unhealable: cause why a stage that needs a heal has no heal source, or "".
-        misread: a heal from the version's checkpoint failed. The next heal prefers a stage as source.
-        engine_failure: failure of the process, as the launcher reports it; None: no report.
-        pause: the pause by name of all requests that is in force for the slot, or None.
-        adapter_pauses: the pauses by name of single adapters that are in force for the slot, by adapter.
-        away: cause of the missing link, if known, or "".
-        taken: the stage obeys the epoch of another fleet's coordinator.
-        withheld_adapters: adapters that the last grant withheld, because the slot owed a pause by name of them.
-        in_hand: number of running operations by name that pause or continue the slot, by adapter. The outcome
-            decides the slot's pause.
-        undecided: number of these operations for each pause in force that they may put in force or end. The slot does
-            not owe such a pause until the operations have ended. A pause that began after a continue is not counted.
-        continuing: number of running ContinueGenerations, by adapter. Such a stage may report a
-            pause and be about to generate.
-    """
-
-    record: SlotRecord
-    name: str = field(init=False)
-    model: str = field(init=False)
-    stage: str = field(init=False)
-    verbs: frozenset[str] = field(init=False)
-    workers: Sequence[WorkerCoordinates] = field(init=False)
-    commander: Commander | None = None
-    report: StageReport | None = None
-    lease_until: float = float("-inf")
-    gone: bool = False
-    silent_from: int = 0
-    restoring: bool = False
-    late: bool = True
-    leaving: int = 0
-    heal_at: float | None = None
-    heal_time: Timestamp | None = None
-    unhealable: str = ""
-    misread: bool = False
-    engine_failure: EngineFailure | None = None
-    pause: Pause | None = None
-    adapter_pauses: Mapping[str, Pause] = field(default_factory=dict)
-    withheld_adapters: Sequence[str] = ()
-    in_hand: Counter[str] = field(default_factory=Counter)
-    undecided: Counter[str] = field(default_factory=Counter)
-    continuing: Counter[str] = field(default_factory=Counter)
-    away: str = ""
-    taken: bool = False
-
-    def __post_init__(self) -> None:
-        """Copy fields of the record. Reading the messages for each of a thousand slots in every operation is slow."""
-        registration = self.record.registration
-        self.name, self.model, self.stage = registration.slot, registration.model, registration.stage or MAIN
-        self.verbs = frozenset(registration.capabilities.verbs)
-        self.workers = list(registration.layout.workers)
-
-    def fill(self, registration: StageRegistration) -> None:
-        """Store a further registration of the same process. The content may differ."""
-        _fill(self.record, registration)
-        self.__post_init__()
-
-    @property
-    def held(self) -> bool:
-        """Whether an update paused generation, as opposed to a pause by name."""
-        return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
-
-    def pauses_in(self, mode: PauseMode.ValueType) -> bool:
-        """Whether the stage supports a pause mode. A stage that publishes no modes may support any mode."""
-        modes = self.capabilities.pause_modes
-        return not modes or mode in modes
-
-    @property
-    def owes_pause(self) -> bool:
-        """Whether the stage has yet to carry out a pause by name in force. Until then the stage may serve nothing."""
-        if self.pause is None or self.undecided[self.pause.operation_id] or self.has_paused or self.report is None:
-            return False
-        return "PauseGeneration" in self.verbs
-
-    @property
-    def has_paused(self) -> bool:
-        """Whether the stage reports a pause, and no operation is about to continue generation."""
-        return self.report is not None and self.report.paused and not self.continuing[""]
-
-    def has_paused_adapter(self, adapter: str) -> bool:
-        """Whether the stage reports a pause of an adapter, and no operation is about to continue the adapter."""
-        return adapter in self.paused_adapters and not self.continuing[adapter]
-
-    @property
-    def paused_adapters(self) -> frozenset[str]:
-        """Names of the adapters that the stage reports as paused."""
-        return frozenset(paused.name for paused in self.report.paused_adapters) if self.report is not None else NONE
-
-    @property
-    def owed_adapters(self) -> list[str]:
-        """Adapters whose pause by name is in force and not yet carried out. Until then the stage may not serve them."""
-        if not self.adapter_pauses or self.report is None:
-            return []
-        due_names = [name for name, pause in self.adapter_pauses.items() if not self.undecided[pause.operation_id]]
-        return [name for name in due_names if not self.has_paused_adapter(name)]
-
-    @property
-    def unkept_adapters(self) -> list[str]:
-        """Adapters that the stage keeps paused without a pause by name in force."""
-        pauses = self.adapter_pauses
-        return [name for name in sorted(self.paused_adapters) if name not in pauses and not self.in_hand[name]]
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.record.registration.capabilities
-
-    @property
-    def state(self) -> StageState.ValueType:
-        """State that the roster decides, otherwise the state of the last report."""
-        if not self.listed:
-            return common_pb2.STAGE_STATE_RETIRED
-        if not self.linked and self.engine_failure is not None and self.engine_failure.given_up:
-            return common_pb2.STAGE_STATE_FAILED
-        if self.record.retired:
-            return common_pb2.STAGE_STATE_UNREACHABLE
-        if self.commander is not None and self.commander.lost:
-            return common_pb2.STAGE_STATE_UNREACHABLE
-        if self.report is None:
-            return common_pb2.STAGE_STATE_JOINING
-        return common_pb2.STAGE_STATE_UNREACHABLE if self.commander is None else self.report.state
-
-    @property
-    def listed(self) -> bool:
-        """Whether the slot is part of the fleet. A launcher that reports a failed engine is going to fill the slot
-        again, although the rest of the engine has deregistered.
-        """
-        return not self.record.retired or self.engine_failure is not None
-
-    @property
-    def absent(self) -> bool:
-        """Whether a new target set excludes the stage. An engine that is not started again is FAILED without a link."""
-        return self.state in _ABSENT or not self.linked
-
-    @property
-    def linked(self) -> bool:
-        return self.commander is not None and not self.commander.lost
-
-    @property
-    def failure(self) -> EngineFailure | None:
-        """Failure of the engine: from the stage's report while the stage is linked, else from the launcher."""
-        if not self.linked:
-            return self.engine_failure
-        if self.report is not None and self.report.HasField("engine_failure"):
-            return self.report.engine_failure
-        return None
-
-    @property
-    def quarantine(self) -> ErrorDetail | None:
-        """Cause of the quarantine: the coordinator's, else the stage's own."""
-        if self.record.HasField("quarantine"):
-            return self.record.quarantine
-        if self.report is not None and self.report.HasField("quarantine"):
-            return self.report.quarantine
-        return None
-
-    def dead_ranks(self) -> list[int]:
-        """Ranks with ended processes. The stage then needs a restart."""
-        if self.report is None:
-            return []
-        return [rank.coordinates.rank for rank in self.report.ranks if not rank.alive]
-
-    def not_routable(self) -> str:
-        """Return why the stage is not routable, or ""."""
-        why = self._obstacle()
-        return f"{why}, UNHEALABLE: {self.unhealable}" if why and self.unhealable else why
-
-    def _obstacle(self) -> str:
-        state = self.state
-        if state != common_pb2.STAGE_STATE_READY:
-            name = StageState.Name(state).removeprefix("STAGE_STATE_")
-            if self.failure is not None:
-                return f"{name}: {failed(self.failure)}"
-            if state in _UNLINKED and self.away:
-                return f"{name}: {self.away}"
-            if state == common_pb2.STAGE_STATE_FAILED and (dead := self._dead_rank()):
-                return f"{name}: {dead}"
-            if state == common_pb2.STAGE_STATE_DIRTY:
-                return f"{name}: {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
-            return name
-        if not self.record.enabled:
-            reason = self.record.disabled_reason
-            return f"disabled: {reason}" if reason else "disabled"
-        if self.quarantine is not None:
-            return f"quarantined: {self.quarantine.message}"
-        if self.report is None or not self.report.lease_held:
-            return "no serving lease"
-        if self.leaving:
-            return "about to be disabled, paused or written to"
-        if self.owes_pause:
-            return f"about to be paused: pause {self.pause.operation_id if self.pause else ''} is in force"
-        return ""
-
-    def _dead_rank(self) -> str:
-        """Return the first lost rank with the cause, or "". A quarantine may be of an earlier failure."""
-        ranks = self.report.ranks if self.report is not None else ()
-        return next((f"rank {rank.coordinates.rank}: {rank.reason}" for rank in ranks if not rank.alive), "")
-
-
-@dataclass(eq=False)
-class ModelState:
-    """State of a model.
-
-    Attributes:
-        record: the journaled record.
-        only: stages that may serve during a publish; None: every stage.
-        update_id: open update, or "".
-        update_owner: owner of the open update.
-        lease_until: end of the update lease on the clock's ``now``; None: no update is open.
-        fingerprints: the sources' fingerprints of the published version, empty if this coordinator did not receive any.
-        batch: returns the targets of the present batch of a rolling update, which serve nothing for a while.
-        opening: locked while an update of the model is planned and accepted, or a stage of the model deregisters.
-    """
-
-    record: ModelRecord
-    admitted: list[WeightVersion] = field(default_factory=list)
-    only: frozenset[Slot] | None = None
-    update_id: str = ""
-    update_owner: str = ""
-    lease_until: float | None = None
-    fingerprints: bytes = b""
-    batch: Callable[[], Collection[Slot]] = tuple
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Roster:
@@ -385,7 +105,7 @@ class Roster:
                 record.unseen = True
             if slot is not None and same:
                 record.CopyFrom(slot.record)
-            _fill(record, registration)
+            fill(record, registration)
             changes = [slot_put(record)]
             model = self.models.get(registration.model)
             if model is None:
@@ -598,12 +318,19 @@ class Roster:
         """Return the state of the fleet, or of a single model. Raises MODEL_NOT_FOUND."""
         if model:
             self.model(model)
+        now = self._clock.now()
         return Fleet(
             header=self.header(),
             revision=self._revision,
-            models=[self._model(m) for name, m in sorted(self.models.items()) if model in ("", name)],
+            models=[
+                model_message(m, now, self.min_healthy(m))
+                for name, m in sorted(self.models.items())
+                if model in ("", name)
+            ],
             stages=[
-                self._stage(slot) for _, slot in sorted(self.slots.items()) if model in ("", slot.model) and slot.listed
+                stage_message(slot, now)
+                for _, slot in sorted(self.slots.items())
+                if model in ("", slot.model) and slot.listed
             ],
         )
 
@@ -653,13 +380,13 @@ class Roster:
         previous: dict[str, bytes] = {}
         with self._watching() as queue, self.followers.following(watch_id, model) as follower:
             fleet = self.fleet(model)
-            _difference(fleet, previous)
+            difference(fleet, previous)
             self.followers.looked(follower, fleet.revision, told=True)
             yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
             while not self._closed:
                 await queue.get()
                 began = self._clock.now()
-                changed = _difference(self.fleet(model), previous)
+                changed = difference(self.fleet(model), previous)
                 rest_s = REST * (self._clock.now() - began)
                 new = bool(changed.models or changed.stages)
                 self.followers.looked(follower, changed.revision, told=new)
@@ -676,114 +403,3 @@ class Roster:
             yield queue
         finally:
             del self._watchers[queue]
-
-    def _model(self, model: ModelState) -> Model:
-        return Model(
-            name=model.record.name,
-            updatable=model.record.updatable,
-            latest=model.record.latest,
-            admitted=model.admitted,
-            model_digest=model.record.model_digest,
-            update_id=model.update_id,
-            update_owner=model.update_owner,
-            trainer_incarnation=model.record.trainer_incarnation,
-            checkpoint=model.record.checkpoint,
-            adapters=model.record.adapters,
-            verification=model.record.verification if model.record.HasField("verification") else None,
-            update_lease=duration(max(0.0, model.lease_until - self._clock.now()))
-            if model.lease_until is not None
-            else None,
-            min_healthy=model.record.min_healthy if model.record.min_healthy.WhichOneof("limit") else None,
-            min_healthy_stages=self.min_healthy(model),
-        )
-
-    def _stage(self, slot: Slot) -> Stage:
-        heard = self._clock.now() - slot.commander.last_heard if slot.commander else None
-        obstacle = slot.not_routable()
-        staging = slot.report is not None and slot.report.update_staged
-        stage = Stage(
-            registration=slot.record.registration,
-            incarnation=slot.record.incarnation,
-            state=slot.state,
-            report=slot.report,
-            enabled=slot.record.enabled,
-            routable=not obstacle,
-            not_routable=obstacle,
-            quarantine=slot.quarantine,
-            staging_update_id=slot.report.update_id if slot.report is not None and staging else "",
-            last_heard=duration(heard) if heard is not None else None,
-            unhealable=bool(slot.unhealable),
-            engine_failure=slot.failure,
-            disabled_reason=slot.record.disabled_reason,
-            disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
-            pause=slot.pause,
-            adapter_pauses=[pause for _, pause in sorted(slot.adapter_pauses.items())],
-            heal_time=slot.heal_time if slot.heal_at is not None and self._clock.now() < slot.heal_at else None,
-        )
-        if stage.HasField("report") and not slot.linked and self._clock.now() >= slot.lease_until:
-            stage.report.lease_held = False  # the last report is older than the end of the lease
-        return stage
-
-
-def failed(failure: EngineFailure) -> str:
-    """Describe a failure of an engine in one line."""
-    if failure.given_up:
-        return f"crash loop, not started again after {failure.failures} failures: {failure.reason}"
-    if failure.failures > 1:
-        return f"crash loop, {failure.failures} failures in a row: {failure.reason}"
-    return failure.reason
-
-
-def enable(record: SlotRecord, enabled: bool, reason: str, now: Timestamp) -> None:
-    """Set the operator's mark, with reason and time."""
-    if enabled:
-        record.ClearField("disable_time")
-    elif not record.HasField("disable_time"):
-        record.disable_time.CopyFrom(now)
-    record.enabled, record.disabled_reason = enabled, "" if enabled else reason
-
-
-def _fill(record: SlotRecord, registration: StageRegistration) -> None:
-    record.registration.CopyFrom(registration)
-    record.retired = False
-    record.ClearField("retire_time")
-
-
-def _difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
-    """Return the models and stages that differ from ``seen``, and update ``seen``."""
-    changed = Fleet(header=fleet.header, revision=fleet.revision)
-    for model in fleet.models:
-        steady = Model()
-        steady.CopyFrom(model)
-        steady.ClearField("update_lease")
-        content = steady.SerializeToString(deterministic=True)
-        if seen.get("m:" + model.name) != content:
-            seen["m:" + model.name] = content
-            changed.models.add().CopyFrom(model)
-    for stage in fleet.stages:
-        quiet = Stage()
-        quiet.CopyFrom(stage)
-        quiet.ClearField("last_heard")
-        content = quiet.SerializeToString(deterministic=True)
-        if seen.get("s:" + stage.registration.slot) != content:
-            seen["s:" + stage.registration.slot] = content
-            changed.stages.add().CopyFrom(stage)
-    keys = {"s:" + stage.registration.slot for stage in fleet.stages}
-    for name in [name for name in seen if name.startswith("s:") and name not in keys]:
-        # The stage has deregistered. Without this event a watcher would keep the stage.
-        stage = changed.stages.add()
-        stage.ParseFromString(seen.pop(name))
-        stage.state, stage.routable, stage.not_routable = common_pb2.STAGE_STATE_RETIRED, False, "RETIRED"
-    return changed
-
-
-def slot_put(record: SlotRecord) -> Put:
-    return Put("slot", record.registration.slot, record.SerializeToString())
-
-
-def model_put(record: ModelRecord) -> Put:
-    return Put("model", record.name, record.SerializeToString())
-
-
-def names(slots: Sequence[Slot]) -> list[str]:
-    return [slot.name for slot in slots]

@@ -14,7 +14,9 @@ from rlctl.command_stream.commander import Commander, Issued
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.inflight_replay import Unanswered
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import adoptable, first_digest, lacking, surplus
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.v1.common_pb2 import (

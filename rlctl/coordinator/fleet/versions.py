@@ -9,7 +9,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.contract.adapter_identity import same
 from rlctl.contract.digests import key_of
 from rlctl.coordinator.fleet.capabilities import can_digest
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import Verification, WeightVersion
 from rlctl.v1.fleet_pb2 import PublishedVersion

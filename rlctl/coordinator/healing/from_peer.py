@@ -13,7 +13,8 @@ from google.protobuf.message import Message
 
 from rlctl.contract.durations import duration
 from rlctl.contract.outcomes import acknowledged, blame
-from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
+from rlctl.coordinator.fleet.model_state import ModelState, model_put
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.collective_fanout import Together, has_left
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction.update import Update

@@ -20,7 +20,7 @@ from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.scopes import calling
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import adoptable, digest_key, witnesses
 from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.healing.orphans import HEAL_MARK

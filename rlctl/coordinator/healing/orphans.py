@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from rlctl.contract.errors import RlctlError
 from rlctl.contract.verbs import VERBS, of_request
 from rlctl.coordinator.fleet.capabilities import unsupported
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import surplus
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.verbs.continue_when_resident import Waking

@@ -7,7 +7,8 @@ from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.group_backends import BACKENDS
 from rlctl.coordinator.fleet.capabilities import adapter_travels, can_digest, unsupported
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
 from rlctl.coordinator.healing.from_peer import alike
 from rlctl.coordinator.transaction import verification_levels

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.outcomes import acknowledged, blame, taken_back
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, OUTCOME_UNKNOWN

@@ -15,7 +15,8 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import of_ranks, one_per_rank
 from rlctl.contract.verbs import Verb, of_request
 from rlctl.coordinator.fleet.capabilities import incapable
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import (

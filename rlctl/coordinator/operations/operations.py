@@ -17,7 +17,8 @@ from rlctl.contract.quotas import excess_operations
 from rlctl.contract.scopes import calling, current_caller, current_traceparent
 from rlctl.contract.verbs import VERBS
 from rlctl.coordinator.audit import Audit
-from rlctl.coordinator.fleet.roster import Roster, Slot, names
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot, names
 from rlctl.coordinator.journal.records import parsed
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.runtime.logs import bound

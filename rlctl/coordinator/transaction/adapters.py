@@ -14,7 +14,8 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import blame, taken_back
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.capabilities import can_digest
-from rlctl.coordinator.fleet.roster import ModelState, Slot, model_put
+from rlctl.coordinator.fleet.model_state import ModelState, model_put
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction import verification_levels

@@ -14,7 +14,9 @@ from typing import Any
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError, from_detail, typed
 from rlctl.coordinator.fleet import disruptions, versions
-from rlctl.coordinator.fleet.roster import NOT_THERE, Slot, model_put
+from rlctl.coordinator.fleet.model_state import model_put
+from rlctl.coordinator.fleet.roster import NOT_THERE
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.update import Update

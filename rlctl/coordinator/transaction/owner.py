@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from rlctl.contract.errors import RlctlError
-from rlctl.coordinator.fleet.roster import ModelState
+from rlctl.coordinator.fleet.model_state import ModelState
 from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
 
 

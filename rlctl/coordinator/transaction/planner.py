@@ -9,7 +9,9 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.group_backends import BACKENDS
 from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.capabilities import adapter_travels, computes_keyed_digests, no_pause, unsupported
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.process_groups import Circle, GroupBook, circle
 from rlctl.v1.common_pb2 import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rlctl.contract.errors import Reason
 from rlctl.contract.group_backends import BACKENDS
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1.common_pb2 import TRANSPORT_VLLM_NCCL, Transport
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, GroupPlan
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest

@@ -11,7 +11,9 @@ import contextlib
 
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import Roster, Slot, model_put
+from rlctl.coordinator.fleet.model_state import model_put
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.planner import in_progress

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from google.protobuf.message import Message
 
 from rlctl.contract.group_backends import BACKENDS
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.transaction.process_groups import ALONE
 from rlctl.v1 import common_pb2
 from rlctl.v1.update_pb2 import BeginWeightUpdateResponse

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import model_put
+from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.commit import Commit

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.contract.durations import seconds, set_duration
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.operations import Run
 from rlctl.coordinator.transaction.verification_levels import Level
 from rlctl.ports import Clock

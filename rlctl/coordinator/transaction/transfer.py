@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.verbs import of_request
-from rlctl.coordinator.fleet.roster import Slot, model_put, names
+from rlctl.coordinator.fleet.model_state import model_put
+from rlctl.coordinator.fleet.slot import Slot, names
 from rlctl.coordinator.operations.collective_fanout import Together
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run

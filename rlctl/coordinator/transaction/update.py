@@ -16,7 +16,8 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, blame
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import disruptions
-from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.collective_fanout import has_left
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run

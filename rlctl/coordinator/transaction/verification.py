@@ -10,7 +10,7 @@ from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.fingerprints import fingerprints
 from rlctl.coordinator.fleet.capabilities import can_digest
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import Expected, Level

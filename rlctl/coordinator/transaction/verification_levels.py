@@ -15,7 +15,7 @@ from typing import TypeAlias
 from rlctl.contract.digests import comparable, key_of
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.call_coalescing import Joined, Joining
 from rlctl.coordinator.operations.operations import Run, body_hash
 from rlctl.coordinator.transaction import process_groups

@@ -25,7 +25,7 @@ from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.outcomes import acknowledged, blame, to_blame
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import Slot, names
+from rlctl.coordinator.fleet.slot import Slot, names
 from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run

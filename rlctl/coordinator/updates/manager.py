@@ -13,7 +13,8 @@ from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import Slot, model_put
+from rlctl.coordinator.fleet.model_state import model_put
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.healing.healer import GRACE_S, MAKE_WAY_S, Healer
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.call_coalescing import Joining

@@ -19,7 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, taken_back
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import continuing

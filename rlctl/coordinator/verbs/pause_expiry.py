@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from rlctl.contract.errors import RlctlError
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.verbs.pause import Pausing
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, RequestHeader, Target

@@ -9,7 +9,8 @@ from typing import Any, cast
 from google.protobuf.any_pb2 import Any as Packed
 
 from rlctl.command_stream.commander import Commander
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.operations.fanout import AT_ONCE, Fanout
 from rlctl.ports import SystemClock

@@ -12,7 +12,8 @@ from waiting import eventually
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.audit import Audit
 from rlctl.coordinator.fleet import roster
-from rlctl.coordinator.fleet.roster import Roster, Slot
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run
 from rlctl.ports import Delete, Put, SystemClock

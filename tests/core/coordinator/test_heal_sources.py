@@ -7,7 +7,7 @@ from typing import cast
 from test_versions import LATEST, fleet
 
 from rlctl.command_stream.commander import Commander
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.healing.sources import Sources
 from rlctl.v1.common_pb2 import STAGE_STATE_READY
 from rlctl.v1.fleet_pb2 import Capabilities, StageLayout, StageRegistration, StageReport

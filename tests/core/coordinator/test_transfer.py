@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import ModelState, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction import transfer
 from rlctl.coordinator.transaction.owner import Owner

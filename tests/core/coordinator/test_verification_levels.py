@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.verification_levels import NOTHING, Expected
 from rlctl.v1 import common_pb2 as common

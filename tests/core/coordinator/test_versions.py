@@ -9,7 +9,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.command_stream.commander import Commander
 from rlctl.coordinator.fleet import versions
-from rlctl.coordinator.fleet.roster import ModelState, Roster, Slot
+from rlctl.coordinator.fleet.model_state import ModelState
+from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.common_pb2 import STAGE_STATE_READY, STAGE_STATE_STALE, StageState, WeightVersion
 from rlctl.v1.fleet_pb2 import Capabilities, StageRegistration, StageReport

@@ -18,7 +18,7 @@ from waiting import eventually
 from rlctl.command_stream.commander import Commander
 from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
 from rlctl.coordinator.fleet import stage_links
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc

@@ -12,7 +12,7 @@ from updating import begin, join, unreachable, update, write
 from waiting import eventually
 
 from rlctl.coordinator.fleet import stage_links
-from rlctl.coordinator.fleet.roster import ModelState
+from rlctl.coordinator.fleet.model_state import ModelState
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import verbs_pb2 as v

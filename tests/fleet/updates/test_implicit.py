@@ -15,7 +15,7 @@ from updating import begin, digest, fault, refusal, version_of, weights
 from waiting import eventually
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations import collective_fanout
 from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.updates import implicit

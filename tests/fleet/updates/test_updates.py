@@ -13,7 +13,7 @@ from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.coordinator.fleet.roster import Slot
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.engine import Call
