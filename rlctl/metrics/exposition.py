@@ -23,7 +23,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from rlctl.contract.errors import unbound
+from rlctl.contract.os_errors import unbound
 from rlctl.metrics.definitions import EVENT_LOOP_LAG, Metric
 from rlctl.runtime.addresses import join, split
 

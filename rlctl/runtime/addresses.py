@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from rlctl.contract.errors import Reason, unbound
+from rlctl.contract.errors import Reason
+from rlctl.contract.os_errors import unbound
 
 PROBE_S = 1.0
 

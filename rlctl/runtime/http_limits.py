@@ -16,7 +16,7 @@ from typing import cast
 
 from aiohttp import web
 
-from rlctl.contract.errors import unbound
+from rlctl.contract.os_errors import unbound
 
 HEAD_S = 30.0
 """Longest time to the end of a request's head, from the connection's start or from the first byte after a request."""

@@ -23,7 +23,8 @@ from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.engine import Call
 from rlctl.v1.verbs_pb2 import AdapterConfig
 from rlctl.weights.formats import lora

@@ -192,7 +192,7 @@ def _fork(
     workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], *, end_with_parent: bool
 ) -> NoReturn:
     """Start several processes on a shared port. gRPC is not loaded before the fork."""
-    from rlctl.contract.errors import unbound
+    from rlctl.contract.os_errors import unbound
     from rlctl.gateway.prefork import Workers, hold
     from rlctl.runtime import server_process
     from rlctl.runtime.addresses import join, split

@@ -19,7 +19,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.tensor.placement import host_id
 
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.parallel_read import Part, read_parts
 from rlctl.weights.checkpoint.safe_open import read_regular

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.safe_open import open_regular
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, parse_dtype

@@ -24,7 +24,8 @@ from collections.abc import Iterator
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.tensor.placement import SHARED_MEMORY
 
 HEADER_BYTES = 4096

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.json_files import number, text
 from rlctl.weights.checkpoint.safe_open import read_regular

@@ -24,7 +24,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from rlctl.contract.errors import Reason, exhausted
+from rlctl.contract.errors import Reason
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.checkpoint import atomic_write
 from rlctl.weights.checkpoint.allowed_roots import Roots
 from rlctl.weights.checkpoint.atomic_write import Patience

@@ -26,7 +26,8 @@ from typing import Protocol
 
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.v1.verbs_pb2 import PullReport, PullWeightsRequest
 from rlctl.weights.checkpoint import atomic_write
 from rlctl.weights.checkpoint.allowed_roots import Roots

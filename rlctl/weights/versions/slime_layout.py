@@ -34,7 +34,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlctl.contract.errors import Reason, RlctlError, exhausted
+from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.os_errors import exhausted
 from rlctl.weights.checkpoint import json_files
 from rlctl.weights.checkpoint.allowed_roots import Roots
 from rlctl.weights.checkpoint.checkpoint import INDEX, open_files
