@@ -9,7 +9,7 @@
 Imports: only ``version.py`` is imported at import time. A public name is imported at its first use (``_HOMES``), so
 that ``import rlctl`` loads neither grpc nor torch.
 
-Start with ``sdk/aio.py`` (``AsyncFleet``); for the other packages see "Where things are" in README.md.
+Start with ``sdk/aio.py`` (``AsyncFleet``); docs/architecture.md lists the other packages.
 """
 
 from __future__ import annotations

@@ -134,3 +134,5 @@ def test_the_functions_that_the_architecture_names_are_in_their_modules() -> Non
         if name not in defined(ROOT / path)
     ]
     assert missing == []
+    methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", text))
+    assert methods - set().union(*(defined(ROOT / path) for _, path in places)) == set()

@@ -1,4 +1,4 @@
-"""The dependencies of pyproject.toml are those of docs/architecture.md, and the extras are as small as they say."""
+"""The dependencies of pyproject.toml are those of docs/dependencies.md, and the extras are as small as they say."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TYPES = re.compile(r"types-\w")
 
 def table() -> dict[str, str]:
     """Package → its range."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| (.*?) \| (.*?) \| .+ \|$", text.partition("\n## Dependencies\n")[2], re.MULTILINE)
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| .+ \|$", text, re.MULTILINE)
     found: dict[str, str] = {}
     for packages, ranges in rows:
         names = [name.strip() for name in packages.partition(" (")[0].split(",")]
