@@ -1,7 +1,7 @@
 """The README's trainer: rollouts through the fleet, a step, the new weights to every rank.
 
 python examples/make_tiny_model.py /tmp/tiny
-rlctl up --hf-checkpoint /tmp/tiny --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --detach
+rlctl up --hf-checkpoint /tmp/tiny --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --device cpu --detach
 python examples/trainer.py
 """
 
