@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import re
-import string
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import rlctl
 from rlctl import engine as engines
@@ -25,23 +21,21 @@ from rlctl.v1.common_pb2 import STAGE_STATE_READY, VERIFICATION_LEVEL_REPLICA
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "engine.py"
 GUIDE = (ROOT / "docs" / "guides" / "engine.md").read_text()
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run the program of the guide under a module name."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(PROGRAM, "docs/guides/engine.md", "exec"), names)
+    return names
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Callable[[int], Path]:
-    """Makes checkpoints: after a letter comes the letter ``step`` further on."""
-
-    def make(step: int) -> Path:
-        weight = torch.zeros(128, 128)
-        for index, letter in enumerate(string.ascii_lowercase):
-            weight[ord(letter), ord(string.ascii_lowercase[(index + step) % 26])] = 1.0
-        directory = tmp_path / f"step-{step}"
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps({"model_type": "table"}))
-        save_file({"next.weight": weight}, directory / "model.safetensors")
-        return directory
-
-    return make
+    """Makes checkpoints by the guide's function: after a letter comes the letter ``step`` further on."""
+    checkpoint = run("guide")["checkpoint"]
+    return lambda step: Path(checkpoint(tmp_path / f"step-{step}", step))
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +94,6 @@ async def test_it_serves_is_updated_and_keeps_its_weights_when_an_update_is_refu
         assert [sample.text for sample in await rollout.generate("a", max_new_tokens=3)] == ["ceg"]
 
 
-async def test_the_test_of_the_guide_runs(table: Callable[[int], Path], tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/guides/engine.md", "exec"), names)
-    assert await names["check"](tmp_path / "journal.db", str(table(1)), str(table(2))) == ("bcd", "ceg")
+def test_the_program_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run("__main__")
+    assert capsys.readouterr().out == "bcd ceg\n"
