@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "docs" / "guides" / "quickstart.md"
 COORDINATOR = "rlctl.v1.CoordinatorService"
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from http_calls import post
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.aio import AsyncFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 SLIME_EXPECTS = {"enable_memory_saver": False}
 MILES_EXPECTS = {

@@ -18,7 +18,7 @@ from sglang_suite import Server
 from rlctl.contract.errors import RlctlError
 from rlctl.weights.tensor.digest import combine, tensor_digest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 SERVERS = Path(__file__).parents[1] / "support" / "parameter_server.py"
 

@@ -15,7 +15,7 @@ from http_calls import events, post
 
 from rlctl.launch.fleet_controller import LaunchedFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t['function']['name']|length }}{% endfor %}"

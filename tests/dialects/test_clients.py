@@ -16,7 +16,7 @@ from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ROOT / "examples" / "integrations"

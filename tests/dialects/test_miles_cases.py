@@ -20,7 +20,7 @@ import pytest
 from rlctl.demo.tiny import encode
 from rlctl.launch.fleet_controller import LaunchedFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

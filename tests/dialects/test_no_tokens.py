@@ -9,7 +9,7 @@ from http_calls import events, post
 
 from rlctl.launch.fleet_controller import LaunchedFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 SCORED = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True}
 

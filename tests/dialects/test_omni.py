@@ -22,7 +22,7 @@ from rlctl.weights.shared_memory.sender import SegmentSender
 from rlctl.weights.tensor.digest import combine
 from rlctl.weights.tensor.source import as_source
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 ADMIN = [
     ("GET", "/model_info"),

@@ -19,7 +19,7 @@ from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.versions.publish import BaseVersion, publish_delta, publish_full
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 INTEGRATIONS = Path(__file__).parents[2] / "examples" / "integrations"
 

@@ -17,7 +17,7 @@ from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rlctl.sdk.aio import AsyncFleet
 from rlctl.v1.common_pb2 import STAGE_STATE_READY
 from rlctl.v1.verbs_pb2 import GetLoadsRequest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 PROMPT = encode("1+2=")
 PACKED_BYTES = 1 << 14

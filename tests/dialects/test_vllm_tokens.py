@@ -18,7 +18,7 @@ from rlctl.demo.tiny import encode
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.aio import AsyncFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 PATH = "/inference/v1/generate"
 PROMPT = encode("1+2=")

@@ -14,7 +14,7 @@ from rlctl.launch.interface.spec import EngineSpec
 from rlctl.launch.local.child_processes import stop_all
 from rlctl.launch.local.launcher import LocalLauncher
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
 def test_a_trainer_that_has_lost_its_journal_goes_on_from_the_version_that_is_served(

@@ -17,7 +17,7 @@ from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 @pytest.fixture(scope="module")

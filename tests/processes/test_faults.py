@@ -25,7 +25,7 @@ from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.verbs_pb2 import GetLoadsRequest, GetModelInfoRequest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 def seconds_until(fleet: Fleet, condition: Callable[[list[Stage]], bool], timeout_s: float = 30.0) -> float:

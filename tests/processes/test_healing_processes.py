@@ -16,7 +16,7 @@ import rlctl
 from rlctl.demo.tiny import save
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rlctl.trainer import source_rank
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1.results_pb2 import OPERATION_STATE_PARTIAL
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 BOTH = ["nccl", "gloo"]
 

@@ -20,7 +20,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.weights.tensor.source import as_source
 from rlctl.weights.tensor.tensors import TensorMeta
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 SEEDS = {"actor": 50, "critic": 60}
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 from elsewhere import need, serving
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 TRAINER = """
 import json, sys

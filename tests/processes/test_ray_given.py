@@ -17,7 +17,7 @@ from up_helpers import WAIT_S, known, own_state, rlctl_command, until
 
 from rlctl.sdk.blocking import connect
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 @pytest.fixture(scope="module")

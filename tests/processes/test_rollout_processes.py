@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.launch.fleet_controller import LaunchedFleet
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 LONG = 2000
 

@@ -23,7 +23,7 @@ from rlctl.v1 import common_pb2 as common
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 DEADLINE_S = SILENCE_S + 2
 LATE_S = 12.0

@@ -31,7 +31,7 @@ from rlctl.v1 import verbs_pb2 as v
 from rlctl.weights.group.rendezvous import GroupStore
 from rlctl.weights.tensor.placement import SHARED_MEMORY
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 
 LONG = 400

@@ -16,7 +16,7 @@ from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.blocking import Fleet
 from rlctl.trainer.publisher import AsyncPublisher
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 DEADLINE_S = 4.0
 LATE_S = 8.0

@@ -29,7 +29,7 @@ from rlctl.weights.shared_memory.sender import SegmentSender
 from rlctl.weights.tensor.source import as_source
 from rlctl.weights.tensor.tensors import TensorMeta
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from rlctl.sdk.blocking import Fleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.weights.tensor.source import as_source
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 CUT = "model.layers.0.mlp.up_proj.weight"
 WHOLE = "model.norm.weight"

@@ -26,7 +26,7 @@ from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.formats.block_fp8 import BlockFp8, dequantise, quantise
 from rlctl.weights.tensor.source import as_source
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 PROMPT = "12+34=46"
 

@@ -28,7 +28,7 @@ async def fleets(tiny: tuple[Any, Path], checkpoints, tmp_path: Path) -> AsyncIt
         yield [one, two]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_the_snippets_of_the_guide_run(fleets: list[InProcessFleet], tmp_path: Path) -> None:
     text = GUIDE.read_text()
     names: dict[str, Any] = {}
