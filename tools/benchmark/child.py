@@ -15,7 +15,9 @@ def arguments(**kinds: type) -> argparse.Namespace:
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--end-with-parent", action="store_true", required=True)
-    return parser.parse_args()
+    options = parser.parse_args()
+    del options.end_with_parent
+    return options
 
 
 async def serve(name: str, app: web.Application) -> None:

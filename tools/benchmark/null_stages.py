@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 from google.protobuf.message import Message
 
@@ -23,6 +24,8 @@ from rlctl.testing.fake_engine import FakeEngine
 from rlctl.transport.channel import open_channel
 from rlctl.transport.handlers import generic_handler
 from rlctl.transport.server import GrpcServer
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.unary_verbs import admin_methods
 from rlctl.v1 import stage_pb2
 from rlctl.v1.common_pb2 import (
@@ -49,7 +52,7 @@ class NullRelay(Relay):
         ]
 
 
-async def _start_stage(slot: str, ranks: int) -> tuple[GrpcServer, StageRegistration]:
+async def _start_stage(slot: str, ranks: int, tls: Tls | None) -> tuple[GrpcServer, StageRegistration]:
     clock = SystemClock()
     engine = FakeEngine(EngineConfig("", tp_size=ranks), lambda _: None)
     workers = [WorkerCoordinates(rank=rank, tp=rank, node=slot, device="null") for rank in range(ranks)]
@@ -74,28 +77,34 @@ async def _start_stage(slot: str, ranks: int) -> tuple[GrpcServer, StageRegistra
     executor = Executor(stage, clock)
     methods = admin_methods("StageService", lambda: executor, clock, on_link_end=stage.detached)
     service = stage_pb2.DESCRIPTOR.services_by_name["StageService"]
-    server = GrpcServer([(service, generic_handler(service, methods))], token=None)
+    server = GrpcServer([(service, generic_handler(service, methods))], token=None, tls=tls)
     registration.address = registration.rollout_address = await server.start("127.0.0.1:0")
     return server, registration
 
 
-async def _serve(coordinator: str, first: int, stages: int, ranks: int) -> None:
+async def _register(coordinator: str, registration: StageRegistration, tls: Tls | None) -> None:
+    async with open_channel(coordinator, tls) as channel:
+        request = RegisterStageRequest(registration=registration)
+        await CoordinatorServiceStub(channel).RegisterStage(request, timeout=120.0)
+
+
+async def _serve(coordinator: str, first: int, stages: int, ranks: int, tls: str) -> None:
+    """``tls``: directory of the CA that issues the stages' certificates; "": plain text."""
     stop = stop_event()
-    started = [await _start_stage(f"actor-{number}", ranks) for number in range(first, first + stages)]
-    async with open_channel(coordinator) as channel:
-        stub = CoordinatorServiceStub(channel)
-        registering = (
-            stub.RegisterStage(RegisterStageRequest(registration=registration), timeout=120.0)
-            for _, registration in started
-        )
-        await asyncio.gather(*registering)
+    servers, registering = [], []
+    for slot in (f"actor-{number}" for number in range(first, first + stages)):
+        own = Tls(Authority(Path(tls)).issue(f"stage/{slot}")) if tls else None
+        server, registration = await _start_stage(slot, ranks, own)
+        servers.append(server)
+        registering.append(_register(coordinator, registration, own))
+    await asyncio.gather(*registering)
     announce("null_stages", stages=stages, pid=os.getpid())
     await stop.wait()
-    await asyncio.gather(*(server.stop(0.1) for server, _ in started))
+    await asyncio.gather(*(server.stop(0.1) for server in servers))
 
 
 if __name__ == "__main__":
-    options = arguments(coordinator=str, first=int, stages=int, ranks=int)
+    options = arguments(coordinator=str, first=int, stages=int, ranks=int, tls=str)
     end_with_parent()
     collect_seldom()  # as the real servers do
-    event_loops.run(_serve(options.coordinator, options.first, options.stages, options.ranks))
+    event_loops.run(_serve(**vars(options)))
