@@ -12,9 +12,9 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TypeVar, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, make_wsgi_app
@@ -28,6 +28,8 @@ from rlctl.metrics.definitions import EVENT_LOOP_LAG, Metric
 from rlctl.runtime.addresses import join, split
 
 log = logging.getLogger(__name__)
+
+S = TypeVar("S", Counter, Histogram)
 
 # Created metrics add a series to each counter and histogram, with the time of the first use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -114,6 +116,7 @@ class Exposition(Collector):
                 self._histograms[metric] = Histogram(
                     metric.name, metric.help, metric.labels, registry=self._registry, buckets=metric.buckets
                 )
+        self._series: dict[tuple[Metric, tuple[str, ...]], Counter | Histogram] = {}
         self._registry.register(self)
         PlatformCollector(self._registry)
         ProcessCollector(registry=self._registry)
@@ -129,13 +132,19 @@ class Exposition(Collector):
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         """Add to a counter; from any thread."""
-        counter = self._counters[metric]
-        (counter.labels(*labels) if labels else counter).inc(by)
+        self._series_of(self._counters, metric, labels).inc(by)
 
     def observe(self, metric: Metric, value: float, *labels: str) -> None:
         """Add a value to a histogram; from any thread."""
-        histogram = self._histograms[metric]
-        (histogram.labels(*labels) if labels else histogram).observe(value)
+        self._series_of(self._histograms, metric, labels).observe(value)
+
+    def _series_of(self, family: Mapping[Metric, S], metric: Metric, labels: tuple[str, ...]) -> S:
+        """Return the counter or histogram with these labels. The library takes a lock to find it."""
+        series = self._series.get((metric, labels))
+        if series is None:
+            series = family[metric].labels(*labels) if labels else family[metric]
+            self._series[metric, labels] = series
+        return cast(S, series)
 
     async def start(self, listen: str) -> str:
         """Serve at ``host:port`` (port 0: any) and return the bound address. Raises FIELD_INVALID."""

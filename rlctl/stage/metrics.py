@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
-
-from google.protobuf.message import Message
+from collections.abc import Callable, Iterator
 
 from rlctl.contract.errors import RlctlError, typed
-from rlctl.engine import Engine
 from rlctl.metrics import definitions as m
 from rlctl.metrics.exposition import Exposition, Sample
 from rlctl.ports import Clock
-from rlctl.stage.generation.service import Generation
 from rlctl.stage.serving_state import Serving
-from rlctl.transport.quotas import Quotas
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateResponse
 
 
@@ -27,9 +22,6 @@ class StageMetrics:
         self._clock = clock
         self._running = 0
         self.exposition = Exposition(m.of(m.STAGE), self._state)
-
-    def generation(self, engine: Callable[[], Engine], quotas: Quotas) -> Generation:
-        return _MeasuredGeneration(engine, self._serving, self._clock, quotas, self)
 
     def refused(self, principal: str) -> None:
         """Count a request that a quota has refused."""
@@ -45,7 +37,7 @@ class StageMetrics:
             nonlocal first, outcome, tokens
             for sample in part.samples:
                 tokens += len(sample.output_ids)
-                if sample.finish_reason.type == FINISH_TYPE_ABORT:
+                if sample.HasField("finish_reason") and sample.finish_reason.type == FINISH_TYPE_ABORT:
                     outcome = "aborted"
             if first and tokens:
                 first = False
@@ -72,23 +64,3 @@ class StageMetrics:
         yield m.STAGE_VERSION, self._labels, serving.version.sequence
         if serving.lease_until > float("-inf"):
             yield m.LEASE_SECONDS, self._labels, serving.lease_until - self._clock.now()
-
-
-class _MeasuredGeneration(Generation):
-    def __init__(
-        self,
-        engine: Callable[[], Engine],
-        serving: Callable[[], Serving],
-        clock: Clock,
-        quotas: Quotas,
-        metrics: StageMetrics,
-    ) -> None:
-        super().__init__(engine, serving, clock, quotas)
-        self._metrics = metrics
-
-    async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
-        with self._metrics.request() as take:
-            async with contextlib.aclosing(super().stream(request, remaining_s)) as parts:
-                async for part in parts:
-                    take(part)
-                    yield part

@@ -202,14 +202,12 @@ class StageServer:
         return StageMetrics(self.config.model, self.config.slot, self._serving, self._clock)
 
     async def _start_rollout(self) -> str:
-        denials = Denials()
-        if self._metrics is None:
-            quotas = Quotas(denials, most=MOST_REQUESTS)
-            generation = Generation(lambda: self._engine, self._serving, SystemClock(), quotas)
-        else:
-            quotas = Quotas(denials, self._metrics.refused, most=MOST_REQUESTS)
-            generation = self._metrics.generation(lambda: self._engine, quotas)
-            self._metrics.exposition.watch_loop("rollout")
+        denials, metrics = Denials(), self._metrics
+        quotas = Quotas(denials, metrics.refused if metrics else None, most=MOST_REQUESTS)
+        measure = metrics.request if metrics else contextlib.nullcontext
+        generation = Generation(lambda: self._engine, self._serving, SystemClock(), quotas, measure)
+        if metrics:
+            metrics.exposition.watch_loop("rollout")
         self._generation, self._quotas = generation, quotas
         service = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
         methods: dict[str, Unary | Streaming | Bidirectional] = {

@@ -22,6 +22,9 @@ from rlctl.transport.quotas import Quotas
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 
+Measure = Callable[[], contextlib.AbstractContextManager[Callable[[GenerateResponse], None] | None]]
+"""A block of a request. It may yield a function to call with each part of the answer."""
+
 
 class Generation:
     """The methods of RolloutService.
@@ -35,12 +38,14 @@ class Generation:
         serving: Callable[[], Serving],
         clock: Clock,
         quotas: Quotas | None = None,
+        measure: Measure = contextlib.nullcontext,
     ) -> None:
-        """``quotas``: of the stage, shared with the data port."""
+        """``quotas``: of the stage, shared with the data port. ``measure`` is entered for each request."""
         self._engine = engine
         self._serving = serving
         self._clock = clock
         self._quotas = quotas or Quotas(Denials())
+        self._measure = measure
         self._ongoing = Ongoing(serving, clock)
         self._many: set[Multiplexed] = set()
         self._closed = False
@@ -75,25 +80,30 @@ class Generation:
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
         """Yield new parts of an answer. At the deadline, the request is aborted at the engine."""
         request = cast(GenerateRequest, request)
-        check(request)
-        started = self._clock.now()
-        serving = self._serving()
-        serving.refuse(started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter)
-        check_pair_version(request, serving.version.sequence)
-        deadline = float("inf") if remaining_s is None else started + remaining_s
-        version: WeightVersion | None = None
-        with self._quotas.places():
-            ongoing = self._ongoing.begin(deadline, request.adapter)
-            try:
-                async with contextlib.aclosing(self._engine().generate(request)) as parts:
-                    while (part := await ongoing.next(parts)) is not None:
-                        part.slot, part.incarnation = serving.slot, serving.incarnation
-                        part.elapsed.CopyFrom(duration(self._clock.now() - started))
-                        if version is not (version := self._serving().version):
-                            part.weight_version.CopyFrom(version)
-                        yield part
-            finally:
-                self._ongoing.end(ongoing)
+        with self._measure() as take:
+            check(request)
+            started = self._clock.now()
+            serving = self._serving()
+            serving.refuse(
+                started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter
+            )
+            check_pair_version(request, serving.version.sequence)
+            deadline = float("inf") if remaining_s is None else started + remaining_s
+            version: WeightVersion | None = None
+            with self._quotas.places():
+                ongoing = self._ongoing.begin(deadline, request.adapter)
+                try:
+                    async with contextlib.aclosing(self._engine().generate(request)) as parts:
+                        while (part := await ongoing.next(parts)) is not None:
+                            part.slot, part.incarnation = serving.slot, serving.incarnation
+                            part.elapsed.CopyFrom(duration(self._clock.now() - started))
+                            if version is not (version := self._serving().version):
+                                part.weight_version.CopyFrom(version)
+                            if take is not None:
+                                take(part)
+                            yield part
+                finally:
+                    self._ongoing.end(ongoing)
 
     async def abort(self, request: Message, _remaining_s: float | None) -> Message:
         """Abort requests by rid, or all."""
