@@ -78,8 +78,8 @@ def sabotaged(sabotage: Path) -> dict[str, str]:
 def two_ranks(
     sglang: str, tiny: tuple[Any, Path], sabotaged: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LaunchedFleet]:
-    """One server of two ranks with room for adapters, ``pair``, and its coordinator."""
-    options = {**LORA, "allowed_roots": str(tmp_path_factory.getbasetemp())}
+    """One server of two ranks with room for adapters, and with its memory saver, ``pair``, and its coordinator."""
+    options = {**LORA, "enable_memory_saver": "true", "allowed_roots": str(tmp_path_factory.getbasetemp())}
     spec = EngineSpec("pair", str(tiny[1]), engine="sglang", tp_size=2, environment=sabotaged, options=options)
     with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up:
         yield up

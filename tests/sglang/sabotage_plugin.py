@@ -2,12 +2,14 @@
 
 The environment variable SABOTAGE names a file with orders, ``KIND:NAME,...@RANK``: ``drop`` (a tensor is not placed),
 ``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit),
-``flip-shadow`` (a bit of a shadow copy changes after the seal).
+``flip-shadow`` (a bit of a shadow copy changes after the seal). By ``stale-decode`` decode steps of all ranks compute
+with weights of the server's start.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,19 @@ from typing import Any
 def register() -> None:
     """Put the sabotage around rlctl's code in this rank."""
     import torch
+    from rlctl_servers.ranks import sabotage
     from rlctl_servers.ranks.model import MemoryMap
     from rlctl_servers.ranks.staged_update import StagedUpdate
     from rlctl_sglang.ranks.model import SGLangModel
 
-    seal = StagedUpdate.seal
+    seal, stale_decode = StagedUpdate.seal, sabotage.for_decode
     place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, Path(os.environ["SABOTAGE"])
 
+    def told() -> str:
+        return now.read_text() if now.exists() else ""
+
     def orders(rank: int) -> tuple[str, list[str]]:
-        kind, _, rest = (now.read_text() if now.exists() else "").partition(":")
+        kind, _, rest = told().partition(":")
         names, _, at = rest.rpartition("@")
         return (kind, names.split(",")) if at == str(rank) else ("", [])
 
@@ -48,6 +54,11 @@ def register() -> None:
             self._shadow.shards.shards[names[0]].local.view(torch.int32)[-1, -1] ^= 1
         return report
 
+    def for_decode(module: torch.nn.Module, decodes: Callable[..., bool]) -> None:
+        os.environ[sabotage.VARIABLE] = "stale-decode"
+        stale_decode(module, lambda *args, **kwargs: told() == "stale-decode" and decodes(*args, **kwargs))
+
+    sabotage.for_decode = for_decode
     StagedUpdate.seal = sealing  # type: ignore[method-assign]
     MemoryMap.place, SGLangModel.finalize_load = placing, finishing  # type: ignore[method-assign]
     MemoryMap.full_in_place = lambda self, name: None  # type: ignore[method-assign]

@@ -66,7 +66,12 @@ def test_requests_with_an_adapter_are_ended_only_when_that_is_asked_for(
     adapter_steps.end_requests_only_when_asked_to(pair, tiny[0], tmp_path, while_paused=False)
 
 
-def test_the_requests_with_one_adapter_are_paused_and_a_killed_server_gets_adapters_and_version_again(
+def test_the_requests_with_one_adapter_are_paused(pair: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    adapter_steps.pause_one_alone(pair, tiny[0], tmp_path, "pair")
+
+
+@pytest.mark.long
+def test_a_killed_server_gets_adapters_their_pause_and_its_version_again(
     pair: Fleet, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     """The stage server starts it again, and the coordinator heals it from the checkpoint, without the trainer."""

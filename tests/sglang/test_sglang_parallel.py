@@ -5,14 +5,14 @@ Other engines join for single tests, which heal them or are healed by them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stale_decode
 from heals import check_healed
 from interrupted_weights import Interrupted
+from joining import joined
 from models import changed, greedy
 
 import rlctl
@@ -27,19 +27,6 @@ from rlctl.v1 import verbs_pb2 as v
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 PROMPTS = [encode("1+2=3"), encode("45+6=51")]
-
-
-@contextlib.contextmanager
-def joined(up: LaunchedFleet, spec: EngineSpec) -> Iterator[None]:
-    """An engine joins the fleet, and is healed; it leaves at the end."""
-    before = list(up.engines)
-    up.want([*before, spec])
-    try:
-        up.settle()
-        yield
-    finally:
-        up.want(before)
-        up.settle()
 
 
 def generates_like(fleet: Fleet, model: Any, version: common.WeightVersion) -> None:
@@ -60,6 +47,10 @@ def test_what_two_ranks_hold_can_be_digested(pair: Fleet, tiny: tuple[Any, Path]
     assert [rank.evidence for rank in result.rank_results] == [common.EVIDENCE_RANK] * 2
     ranks = {rank.check.rank_digest for rank in result.rank_results}
     assert len(ranks) == 2, "each holds parts of its own"
+
+
+def test_stale_decode_shows_in_the_decode_check_only(pair: Fleet, tiny: tuple[Any, Path], sabotage: Path) -> None:
+    stale_decode.shows_in_the_decode_check_only(pair, "pair", tiny[0], sabotage)
 
 
 @pytest.mark.parametrize(("path", "digest"), [("ipc", ""), ("ipc", "keyed"), ("broadcast", "keyed")])

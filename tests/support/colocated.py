@@ -18,11 +18,14 @@ TRAINER = Path(__file__).parent / "colocated_trainer.py"
 
 
 async def assert_updates(coordinator: str, checkpoint: Path, output: Path, trainer: str) -> None:
-    """Check that two updates by handle reach the only engine, actor-0 of one rank, and that no reference stays."""
+    """Check that two updates by handle reach every rank of the only engine, and that no reference stays."""
     gateway = GatewayServer(GatewayConfig(coordinator, dialect="sglang"))
     try:
         await gateway.start()
-        place = f"http://{gateway.address}/engines/actor-0=1"
+        async with await aio.connect(coordinator) as client:
+            (stage,) = await client.stages()
+        ranks = len(stage.registration.layout.workers)
+        place = f"http://{gateway.address}/engines/{stage.registration.slot}={ranks}"
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(TRAINER), str(checkpoint), str(output), trainer, "1,2", place,
             env={**os.environ, "STAND_IN": "1"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
