@@ -244,17 +244,18 @@ async def test_one_that_is_healed_under_a_pause_stays_paused(
     assert served == set()
 
 
-async def test_an_update_under_a_pause_lets_nothing_go_on(fleet: InProcessFleet, served: set[str]) -> None:
-    await pause(fleet)
-    await fleet.start_stage(await kill(fleet, "a"))
-    await paused_for_good(fleet, "a")
-    served.clear()
-    plan = await begin(fleet, options=v.UpdateOptions(pause=RETRACT))
-    await join(fleet, plan)
-    await write(fleet, plan, "w1")
-    assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
-    await paused_for_good(fleet, "a", "b")
-    assert served == set()
+async def test_an_update_under_a_pause_lets_nothing_go_on(make_fleet: Callable[..., Any], served: set[str]) -> None:
+    async with make_fleet(a=1, b=1, lease_s=1.5) as fleet:
+        await pause(fleet)
+        await fleet.start_stage(await kill(fleet, "a"))
+        await paused_for_good(fleet, "a")
+        served.clear()
+        plan = await begin(fleet, options=v.UpdateOptions(pause=RETRACT))
+        await join(fleet, plan)
+        await write(fleet, plan, "w1")
+        assert (await commit(fleet, plan, digest("w1"))).state == OPERATION_STATE_OK
+        await paused_for_good(fleet, "a", "b")
+        assert served == set()
 
 
 async def test_what_an_update_leaves_paused_is_kept_like_a_pause_by_name(
@@ -345,34 +346,35 @@ async def test_a_pause_holds_for_a_stage_that_returns_with_an_earlier_operation_
 
 @pytest.mark.parametrize("adapter", ["", "math"])
 async def test_a_pause_that_a_continue_ends_while_it_runs_is_not_ok(
-    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, adapter: str
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, adapter: str
 ) -> None:
     """The continue does not address a stage without a link, so it does not wait for the pause."""
-    if adapter:
-        await load(fleet, checkpoint("lora"))
-    pausing_now, may_pause = asyncio.Event(), asyncio.Event()
+    async with make_fleet(a=1, b=1, lease_s=1.5) as fleet:
+        if adapter:
+            await load(fleet, checkpoint("lora"))
+        pausing_now, may_pause = asyncio.Event(), asyncio.Event()
 
-    async def wait(engine: FakeEngine, name: str, call: Call) -> None:
-        if name == "pause_generation":
-            pausing_now.set()
-            await may_pause.wait()
+        async def wait(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == "pause_generation":
+                pausing_now.set()
+                await may_pause.wait()
 
-    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
-    header = RequestHeader(target=Target(slots=["a"]))
-    request = v.PauseGenerationRequest(header=header, mode=RETRACT, adapter=adapter)
-    paused = asyncio.ensure_future(fleet.stub.PauseGeneration(request))
-    await pausing_now.wait()
-    comes_back = await cut_off(fleet, "a", monkeypatch)
-    continued = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(adapter=adapter))
-    assert [each.slot for each in continued.excluded] == ["a"]
-    comes_back()
-    may_pause.set()
-    operation = await paused
-    assert (operation.state, on_record(fleet)) == (OPERATION_STATE_CANCELLED, [])
-    [result] = operation.stage_results
-    assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
-    assert "ContinueGeneration" in result.error.message
-    await fleet.until(lambda _: fleet.stage("a").routable)
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = wait
+        header = RequestHeader(target=Target(slots=["a"]))
+        request = v.PauseGenerationRequest(header=header, mode=RETRACT, adapter=adapter)
+        paused = asyncio.ensure_future(fleet.stub.PauseGeneration(request))
+        await pausing_now.wait()
+        comes_back = await cut_off(fleet, "a", monkeypatch)
+        continued = await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest(adapter=adapter))
+        assert [each.slot for each in continued.excluded] == ["a"]
+        comes_back()
+        may_pause.set()
+        operation = await paused
+        assert (operation.state, on_record(fleet)) == (OPERATION_STATE_CANCELLED, [])
+        [result] = operation.stage_results
+        assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+        assert "ContinueGeneration" in result.error.message
+        await fleet.until(lambda _: fleet.stage("a").routable)
 
 
 @pytest.mark.parametrize("before", ["continue first", "pause first"])

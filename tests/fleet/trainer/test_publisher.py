@@ -202,9 +202,13 @@ async def test_an_address_is_named_in_one_way(fleet: InProcessFleet) -> None:
 
 
 async def test_a_stage_that_a_version_has_not_come_to_is_named(
-    fleet: InProcessFleet, checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+    async with (
+        make_fleet(a=1, b=2, lease_s=2.0) as fleet,
+        await aio.connect(fleet.server.address) as client,
+        client.publisher("actor") as publisher,
+    ):
         async with unreachable(fleet, "a"):
             result = await publisher.update(
                 Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none"

@@ -198,7 +198,7 @@ async def test_a_retry_that_waits_while_the_update_ends_is_refused(make_fleet: C
 
 
 async def test_an_attempt_that_could_not_be_recorded_is_planned_by_a_repeat(make_fleet: Callable[..., Any]) -> None:
-    async with make_fleet(a=1, b=1, c=1, heal=False) as fleet:
+    async with make_fleet(a=1, b=1, c=1, heal=False, lease_s=2.0) as fleet:
         options = v.UpdateOptions(quorum=2, pause=common.PAUSE_MODE_RETRACT)
         plan = await begin(fleet, retries=1, options=options)
         await join(fleet, plan)
