@@ -28,9 +28,10 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 IMPORTED = ("rlctl.cli.main", "rlctl_torch.engine", "transformers.models.qwen2.modeling_qwen2")
+MODULES = ("rlctl", "other_host", "with_nccl")
+"""What launchers run: rlctl, or a module of a test that changes something of rlctl's and runs it."""
 EARLY = ("HF_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
-"""Prefixes of environment variables that imports read."""
-COMMAND = "rlctl"
+"""Prefixes of environment variables that imports read. PYTHONPATH may differ: it is for what is imported later."""
 MOST_BYTES = 1 << 18
 
 
@@ -38,7 +39,7 @@ class Forked:
     """A forked process with the interface of :class:`subprocess.Popen`."""
 
     def __init__(self, nursery: Nursery, argv: Sequence[str], stderr: IO[bytes], env: Mapping[str, str]) -> None:
-        """``argv``: a script and its arguments, or ``rlctl`` and the arguments of the command."""
+        """``argv``: a script or one of :data:`MODULES`, and its arguments."""
         stdin, self_stdin = os.pipe()
         self_stdout, stdout = os.pipe()
         self.stdin: IO[bytes] = os.fdopen(self_stdin, "wb", 0)
@@ -117,11 +118,12 @@ class Nursery:
         """Start a process for a launcher: forked, if allowed."""
         python, dash_m, module, *arguments = command
         env = options["env"]
-        forks = (python, dash_m, module) == (sys.executable, "-m", COMMAND) and _torch(arguments)
+        forks = (python, dash_m) == (sys.executable, "-m") and module in MODULES and _torch(arguments)
         ours = self._env or _own()
-        if not forks or any(env.get(name) != ours.get(name) for name in {*env, *ours} if name.startswith(EARLY)):
+        early = {name for name in {*env, *ours} if name.startswith(EARLY) and name != "PYTHONPATH"}
+        if not forks or any(env.get(name) != ours.get(name) for name in early):
             return subprocess.Popen(command, **options)
-        return Forked(self, [COMMAND, *arguments], options["stderr"], env)
+        return Forked(self, [module, *arguments], options["stderr"], env)
 
     def script(self, argv: Sequence[str], stderr: IO[bytes]) -> Forked:
         """Start a process that runs a script with its arguments."""
@@ -258,8 +260,10 @@ def become(asked: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["env"])
     sys.argv = asked["argv"]
-    if sys.argv[0] == COMMAND:
-        runpy.run_module(COMMAND, run_name="__main__", alter_sys=True)
+    path = [place for place in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[1:1] = [place for place in path if place not in sys.path]
+    if sys.argv[0] in MODULES:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(sys.argv[0])
         runpy.run_path(sys.argv[0], run_name="__main__")
