@@ -97,6 +97,7 @@ def ranks(torch_fleet: LaunchedFleet, monkeypatch: pytest.MonkeyPatch) -> Iterat
         return asyncio.run_coroutine_threadsafe(wait(), met.get_loop()).result(20)
 
     monkeypatch.setattr("rlctl.trainer.publisher.share", share)
+    monkeypatch.setattr("rlctl.trainer.publisher.GRACE_S", 1.0)
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with torch_fleet.connect() as fleet:
