@@ -18,14 +18,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from safetensors.torch import load_file, save_file
 
-from rlctl.contract.decode_check import OUTPUTS
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import RlctlError
 from rlctl.contract.verbs import of_request
 from rlctl.demo import tiny as tiny_
 from rlctl.engine import Call, Engine, EngineConfig, EngineInfo
 from rlctl.runtime.event_loops import LoopThread
-from rlctl.trainer.probe import Probe
-from rlctl.trainer.publisher import model_digest
 from rlctl.v1 import common_pb2, rollout_pb2
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
@@ -283,27 +280,3 @@ def refusal(driver: Driver, request: Any, **how: Any) -> RlctlError:
     with pytest.raises(RlctlError) as refused:
         act(request, **how)
     return refused.value
-
-
-def check_stale_decode_shows(driver: Driver, model: Any) -> None:
-    """Check a server whose decode steps keep an old weight: digest and probe pass, the decode check fails."""
-    check_decode = v.CheckWeightsRequest(action=v.CHECK_ACTION_DECODE)
-    assert v.CHECK_ACTION_DECODE in driver.info.capabilities.check_actions
-    assert driver.info.capabilities.decode_check_time.ToNanoseconds() > 0
-    driver.tell(v.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_RETRACT))
-    report = driver.tell(check_decode).decode  # the old weight is still the weight
-    assert (report.sequences, report.tokens) == (len(OUTPUTS), sum(OUTPUTS) - len(OUTPUTS))
-    assert report.difference < report.tolerance
-    driver.prepare("u1")
-    with Segments(driver) as trainer:
-        trainer.send(model, "u1")
-    driver.commit("u1", "v1", 2)
-    assert driver.digest() == model_digest(model), "the bytes are right"
-    probe = Probe.of(model, [[1, 2, 3, 4, 5]])
-    (computed,) = driver.tell(
-        v.CheckWeightsRequest(action=v.CHECK_ACTION_PROBE, prompts=[v.ProbePrompt(token_ids=[1, 2, 3, 4, 5])])
-    ).probed
-    assert list(computed.logprobs) == pytest.approx(probe.logprobs[0], abs=1e-3), "prefill is right"
-    error = refusal(driver, check_decode)
-    assert (error.reason, error.outcome) == (Reason.DECODE_MISMATCH, common_pb2.OUTCOME_DIRTY)
-    assert driver.engine._state.stopped, "it is paused as before"

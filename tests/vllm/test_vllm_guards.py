@@ -214,6 +214,16 @@ def test_nothing_is_generated_inside_an_update(driver: Driver, tiny: tuple[Any, 
         assert len(held.result()) >= 1, "it had waited"
 
 
+def test_packed_layers_are_not_staged(driver: Driver) -> None:
+    """Requests run on, and an update in place is taken."""
+    assert not driver.info.capabilities.staged_apply
+    running = driver.begin(prompt(encode("7"), 100)).started()
+    error = refusal(driver, v.PrepareUpdateRequest(apply=v.APPLY_MODE_STAGED), update_id="packed")
+    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "apply")
+    assert "packed" in error.message
+    assert running.result()[-1].samples[0].finish_reason.type
+
+
 def test_an_update_while_requests_run(driver: Driver) -> None:
     running = driver.begin(prompt(encode("7"), 400)).started()
     assert refusal(driver, v.PrepareUpdateRequest(), update_id="u").reason is Reason.ACTIVE_REQUESTS

@@ -1,4 +1,7 @@
-"""A real vLLM of two tensor-parallel ranks, of which one can be made to lose a tensor, beside a torch engine."""
+"""A real vLLM of two tensor-parallel ranks, of which one can be made to lose a tensor, beside a torch engine.
+
+Its ranks compute with plain parameters, as on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stale_decode
+from interrupted_weights import Interrupted
 from models import changed, greedy
+from native_stand_in import plug_in
 
 import rlctl
 from rlctl.contract.errors import OperationFailed, Reason
@@ -23,44 +29,27 @@ from rlctl.v1 import verbs_pb2 as v
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-LOSSY = """
-import os, pathlib
 
-def register():
-    from rlctl_vllm.worker.model import VLLMModel
-    from vllm.v1.worker.gpu_worker import Worker
-
-    load, reload, lost = VLLMModel.load, Worker.reload_weights, pathlib.Path(os.environ["LOST"])
-
-    def losing(self, name, tensor):
-        if not (lost.exists() and lost.read_text() == f"{name}@{self.rank}"):
-            load(self, name, tensor)
-
-    def failing(self, *arguments, **options):
-        if lost.exists() and lost.read_text() == f"disk@{self.rank}":
-            raise OSError("the disk is gone")
-        return reload(self, *arguments, **options)
-
-    VLLMModel.load, Worker.reload_weights = losing, failing
-"""
-"""A plug-in of vLLM's: a rank acknowledges a tensor, and does not load it; or it cannot read its disk."""
+@pytest.fixture(scope="module")
+def plug_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with vLLM's plug-ins, for PYTHONPATH."""
+    place = tmp_path_factory.mktemp("parallel") / "plug-ins"
+    for name in ("lossy_ranks", "plain_kernels"):
+        plug_in(place, name)
+    return place
 
 
 @pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says which tensor which rank is to lose."""
-    place = tmp_path_factory.mktemp("lossy")
-    information = place / "lossy-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: lossy\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nlossy = lossy:register\n")
-    (place / "lossy.py").write_text(LOSSY)
-    return place / "now"
+def lost(plug_ins: Path) -> Path:
+    """The file with the order for a rank."""
+    return plug_ins / "now"
 
 
 @pytest.fixture(scope="module")
-def fleet(vllm: str, tiny: tuple[Any, Path], lost: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    paths = os.pathsep.join(filter(None, [str(lost.parent), os.environ.get("PYTHONPATH", "")]))
+def fleet(
+    vllm: str, tiny: tuple[Any, Path], plug_ins: Path, lost: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    paths = os.pathsep.join(filter(None, [str(plug_ins), os.environ.get("PYTHONPATH", "")]))
     environment = {"PYTHONPATH": paths, "LOST": str(lost)}
     engines = [
         EngineSpec("pair", str(tiny[1]), engine="vllm", tp_size=2, environment=environment),
@@ -100,6 +89,10 @@ def test_what_two_ranks_hold_can_be_read_back(fleet: Fleet, tiny: tuple[Any, Pat
         assert rows_of(parts) == tensor[:3].tolist(), name
 
 
+def test_stale_decode_shows_in_the_decode_check_only(fleet: Fleet, tiny: tuple[Any, Path], lost: Path) -> None:
+    stale_decode.shows_in_the_decode_check_only(fleet, "pair", tiny[0], lost)
+
+
 @pytest.mark.parametrize(
     ("path", "level", "digest"),
     [
@@ -122,6 +115,32 @@ def test_every_rank_takes_its_part_and_says_what_came(
     reached = common.VerificationLevel.Value(f"VERIFICATION_LEVEL_{level.upper()}")
     assert {stage.verified for stage in result.operation.stage_results} == {reached}
     both_generate_like(fleet, model, result.version)
+
+
+@pytest.mark.parametrize("path", ["ipc", "broadcast", "disk"])
+def test_a_staged_update_is_received_while_requests_run(fleet: Fleet, tiny: tuple[Any, Path], path: str) -> None:
+    old, new = changed(tiny[0], seed=80), changed(tiny[0], seed=81)
+    settings: dict[str, Any] = {}
+    if path == "disk":
+        saved = tiny[1].parent / "staged"
+        new.save_pretrained(saved)
+        settings["checkpoint"] = str(saved)
+    by = "ipc" if path == "ipc" else "broadcast"
+    with contextlib.closing(fleet.publisher("actor", trainer="staged", path=by)) as publisher:
+        before = publisher.update(old, version=f"before {path}").version
+        served: list[bool] = []
+
+        def serve() -> None:
+            both_generate_like(fleet, old, before)
+            served.append(all(stage.routable for stage in fleet.status().stages))
+
+        result = publisher.update(Interrupted(new, serve), version=f"staged {path}", apply="staged", **settings)
+    assert served == [True]
+    assert 0 < result.pause_s < result.total_s
+    pair = next(stage for stage in result.operation.stage_results if stage.slot == "pair")
+    assert pair.verified == common.VERIFICATION_LEVEL_EXPECTED
+    assert [rank.evidence for rank in pair.rank_results] == [common.EVIDENCE_VERIFIED] * 2
+    both_generate_like(fleet, new, result.version)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Staged updates of real vLLMs: two ranks that compute with plain parameters, as on GPUs, and one that packs."""
+"""The suite of staged updates on a real vLLM of two ranks that compute with plain parameters, as on GPUs.
+
+Shorter: test_vllm_parallel.py, whose ranks take staged updates on every path.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from native_stand_in import plug_in
 from rlctl_vllm.engine import VLLMEngine
-from server_stage import Driver, prompt, refusal
+from server_stage import Driver
 from staged_suite import *  # noqa: F403
 
-from rlctl.contract.errors import Reason
-from rlctl.demo.tiny import encode
-from rlctl.v1 import verbs_pb2 as v
-
-pytestmark = pytest.mark.timeout(400)
-
-PLAIN = """
-def register():
-    import torch
-    from vllm.model_executor.layers import utils
-
-    def keep(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = keep
-"""
-"""A plug-in of vLLM's: on a CPU linear layers compute with their parameters, which vLLM would pack."""
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the plug-in, for PYTHONPATH."""
-    place = tmp_path_factory.mktemp("plain")
-    information = place / "plain-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nplain = plain:register\n")
-    (place / "plain.py").write_text(PLAIN)
-    return place
-
-
-@pytest.fixture(scope="module")
-def plain(vllm: str, tiny: tuple[Any, Path], unpacked: Path) -> Iterator[Driver]:
+def plain(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    place = plug_in(tmp_path_factory.mktemp("plain") / "plug-in", "plain_kernels")
     driver = Driver(VLLMEngine, tiny[1], tp_size=2, options={"allowed_roots": str(tiny[1].parent.parent)})
     try:
         with pytest.MonkeyPatch.context() as patch:
-            paths = [str(unpacked), os.environ.get("PYTHONPATH", "")]
+            paths = [str(place), os.environ.get("PYTHONPATH", "")]
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
             driver.start()
         yield driver
@@ -63,13 +40,3 @@ def staging(plain: Driver) -> Iterator[Driver]:
     assert not plain.failures
     assert not plain.engine._updates.open
     assert not plain.engine._state.stopped
-
-
-def test_packed_layers_are_not_staged(driver: Driver, tiny: tuple[Any, Path]) -> None:
-    """Requests run on, and an update in place is taken."""
-    assert not driver.info.capabilities.staged_apply
-    running = driver.begin(prompt(encode("7"), 100)).started()
-    error = refusal(driver, v.PrepareUpdateRequest(apply=v.APPLY_MODE_STAGED), update_id="packed")
-    assert (error.reason, error.field) == (Reason.UNSUPPORTED, "apply")
-    assert "packed" in error.message
-    assert running.result()[-1].samples[0].finish_reason.type
