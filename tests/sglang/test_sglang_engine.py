@@ -311,6 +311,7 @@ def lent(driver: Driver, tiny: tuple[Any, Path]) -> Iterator[Driver]:
     at_the_checkpoint(driver, tiny)
 
 
+@pytest.mark.long
 def test_weights_that_are_made_up_are_no_version(tiny: tuple[Any, Path]) -> None:
     """As trainers start it that send the first weights themselves; loads from disk work in spite of it."""
     driver = Driver(SGLangEngine, tiny[1], options={"load_format": "dummy"})

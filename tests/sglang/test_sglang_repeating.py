@@ -19,7 +19,7 @@ from rlctl.engine import EngineInfo
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 FORGETFUL = """
 def register():
@@ -57,7 +57,6 @@ def scores(driver: Driver) -> list[float]:
     return list(driver.tell(request).probed[0].logprobs)
 
 
-@pytest.mark.long
 def test_a_server_whose_loads_repeat_takes_updates(sglang: str, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     driver = Driver(Unread, tiny[1], options={"allowed_roots": str(tmp_path)})
     try:

@@ -32,7 +32,7 @@ VERBS = 15
 FLUSH_S = 5.0
 """How long SGLang may take to let go of requests that have ended."""
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 200))]
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 200))]
 
 
 class Server:

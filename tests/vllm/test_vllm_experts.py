@@ -101,6 +101,7 @@ def test_every_load_after_the_first_computes_what_the_trainer_does(
         computes(driver, model)
 
 
+@pytest.mark.long
 def test_loads_that_do_not_repeat_are_refused_and_the_checkpoint_is_served(
     vllm: str, experts: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
