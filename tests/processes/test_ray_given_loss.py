@@ -14,7 +14,7 @@ from up_helpers import known, own_state, rlctl_command, until, when
 
 from rlctl.sdk.blocking import connect
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timeout(240)]
 
 
 def test_an_engine_whose_node_is_lost_follows_its_bundle_to_another(
