@@ -44,9 +44,9 @@ REMEMBERED_BYTES = 64 << 10
 """Bytes above which a result counts as large. A list of a model's tensors has megabytes."""
 
 LARGE_BYTES = 16 << 20
-"""Most bytes of recorded large results, except for mutating commands and the latest result.
+"""Most bytes of recorded large results of reads. Above it, the oldest ones are dropped, but not the latest.
 
-The ranks of a stage would not run a repeat together: some record their smaller results longer than others.
+A dropped read does not run at every rank again if it is repeated: ranks with a smaller result answer from the record.
 """
 
 MOST_BYTES = 63 << 20
@@ -61,13 +61,10 @@ class Commanded(Protocol):
     """The commanded side of an executor: a stage, or a follower rank's worker."""
 
     async def attach(self, attach: Attach, link: Link[ControlResponse, ControlRequest]) -> Attached:
-        """Accept or refuse a commander. Reports then go to the link of the accepted commander."""
+        """Accept or refuse a commander. The reports go to the link of the accepted commander."""
 
     def obeys(self, link: Link[ControlResponse, ControlRequest]) -> bool:
-        """Whether the link belongs to the accepted commander.
-
-        Commands, cancellations and grants of other links do not count.
-        """
+        """Whether the link belongs to the accepted commander. Messages of other links have no effect."""
 
     def grant(self, grant: ServingGrant) -> None:
         """Take a serving grant."""
@@ -167,7 +164,7 @@ class Executor:
     async def serve(self, link: Link[ControlResponse, ControlRequest]) -> None:
         """Obey a stream until its end. Running commands then continue, and their results are recorded.
 
-        Messages of a commander that was not accepted, or was replaced, are refused.
+        If the commander was not accepted, or was replaced, commands are refused; cancellations and grants are ignored.
         """
         tasks: set[asyncio.Task[None]] = set()
         attaching: asyncio.Task[None] | None = None
@@ -265,7 +262,7 @@ class Executor:
         return result
 
     def _keep_large(self, command_id: str, size: int) -> None:
-        """Forget older large results. A repeat of their commands runs again."""
+        """Record the size of a large result, and drop the oldest ones above LARGE_BYTES. Their repeats run again."""
         self._large[command_id] = size
         while sum(self._large.values()) > LARGE_BYTES and len(self._large) > 1:
             oldest, _ = self._large.popitem(last=False)

@@ -129,7 +129,7 @@ class Pauses:
             try:
                 await self._record()
             except RlctlError as error:
-                log.warning("pause %s has ended, which could not be recorded: %s", key, error)
+                log.warning("pause %s has ended, and the journal could not record the end: %s", key, error)
 
     async def end(
         self,

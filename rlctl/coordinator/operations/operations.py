@@ -79,9 +79,9 @@ class Run:
         """Functions that add the phases of a weight update or a heal, until the operation has ended."""
         self._changed = asyncio.Condition()
         self._places: dict[str, int] = {}
-        """Order of the results, by target, from the first result on. Stages that are no targets come last."""
+        """Place of each target in the order of the results; empty before the first result. Further stages come last."""
         self._filed: list[int] = []
-        """Places of the filed results."""
+        """Places of the present results, in ascending order."""
         if self.operation.state != OPERATION_STATE_RUNNING:
             self.ended.set()
 
@@ -118,7 +118,7 @@ class Run:
     def conclude(self, *, update: bool = False, cause: RlctlError | None = None) -> None:
         """Set the final state and error from the targets' results. A target without a result becomes UNKNOWN.
 
-        ``cause``: error of targets without a result. Without a cause a missing result is a defect.
+        ``cause``: error of targets without a result. None: a missing result is a defect (INTERNAL).
         """
         operation = self.operation
         filed = list(operation.stage_results)  # each iteration over the field makes a thousand objects
@@ -144,7 +144,7 @@ class Run:
                     log.exception("%s %s has a partial timeline", self.operation.verb, self.operation.operation_id)
 
     async def end(self) -> None:
-        """Notify waiting callers of the end, and keep the record only."""
+        """Notify waiting callers of the end, and drop everything but the record."""
         self.cancel = _nothing
         self._places, self._filed = {}, []
         self.ended.set()
@@ -165,7 +165,7 @@ class Run:
 
 
 async def _begin_nothing(run: Run) -> None:
-    """Do the work of an operation whose acceptance was cancelled."""
+    """End an operation CANCELLED whose acceptance was cancelled."""
     run.refuse_given_up()
 
 
@@ -198,7 +198,7 @@ class Operations:
         self._joined: dict[str, str] = {}
         """Operation of each joined call, by the call's request id."""
         self._forgotten = ""
-        """Newest dropped id. Ids are UUIDv7 and sort by time."""
+        """Newest id of the dropped operations and joined calls. Ids are UUIDv7 and sort by time."""
 
     async def load(self) -> None:
         """Load the journal. Operations that ran when the previous coordinator ended become UNKNOWN.
@@ -233,13 +233,13 @@ class Operations:
     def known(self, request_id: str, request: Message) -> Run | None:
         """Return the operation that this request started or joined before, or None.
 
-        Raises REQUEST_ID_REUSED if the earlier body differs, REQUEST_ID_EXPIRED for an id that is no newer than a
-        dropped id.
+        Raises REQUEST_ID_REUSED if the earlier body differs. Raises REQUEST_ID_EXPIRED for an id without an operation
+        that is not newer than the newest dropped id: its operation may have been dropped.
         """
         run = self._runs.get(self._joined.get(request_id, request_id))
         if run is None and request_id and request_id <= self._forgotten:
             raise Reason.REQUEST_ID_EXPIRED.error(
-                f"request_id {request_id} is no newer than an operation that is remembered no more",
+                f"request_id {request_id} is not newer than the newest operation that was dropped from the record",
                 field="header.request_id",
             )
         if run is not None and body_hash(request, request_id) not in _hashes(run.record, request_id):
@@ -266,12 +266,17 @@ class Operations:
         """Accept an operation: journal the record with ``changes`` in one transaction, then run ``work`` in a task.
 
         A disconnect of the caller does not cancel the task. ``work`` adds the results. An error of ``work`` ends the
-        operation FAILED, CANCELLED after :meth:`give_up`, or UNKNOWN if a result is UNKNOWN or the error is a defect.
-        If this call is cancelled, ``work`` does not run, and the operation ends CANCELLED.
-        ``step``: the operation is a step of an open update. An ``update_id`` other than its own id says the same.
+        operation: UNKNOWN if a result is UNKNOWN or the error is a defect, CANCELLED after :meth:`give_up`, else
+        FAILED. If this call is cancelled, ``work`` does not run, and the operation ends CANCELLED.
 
-        Raises OPERATION_CONFLICT for an exclusive operation while an exclusive operation runs on a target, and
-        REQUEST_ID_REUSED if an operation was accepted under the id since the caller's check. Raises QUOTA_EXCEEDED.
+        Args:
+            exclusive: refuse the operation (OPERATION_CONFLICT) while an exclusive operation runs on a target.
+            update_id: update of the operation. Under an id that is not ``update_id``, the operation is a step.
+            step: the operation is a step of an open update, without an ``update_id``.
+            changes_at_end: changes to journal with the end of the operation.
+
+        Raises REQUEST_ID_REUSED if an operation was accepted under the id since the caller's check, QUOTA_EXCEEDED, and
+        the error of the journal.
         """
         operation_id = request.header.request_id or self.new_id()  # type: ignore[attr-defined]
         if self.known(operation_id, request) is not None:
@@ -313,7 +318,7 @@ class Operations:
         except Exception as error:
             del self._runs[operation_id], self._running[operation_id]
             self._release(operation_id)
-            # A repeat may have joined the operation meanwhile. The repeat is refused as well, and may be sent again.
+            # A repeat may wait for the operation already. It gets the same refusal, and may be sent again.
             run.operation.state = OPERATION_STATE_FAILED
             run.refused = typed(error)
             run.operation.error.CopyFrom(run.refused.detail())
@@ -323,7 +328,7 @@ class Operations:
         return run
 
     def new_id(self) -> str:
-        """Return a new id that is newer than all dropped ids, also if the wall clock has been set back."""
+        """Return a new id, newer than all dropped ids even if the wall clock has been set back."""
         uuid = self._clock.new_id()
         if uuid > self._forgotten:
             return uuid
@@ -377,7 +382,7 @@ class Operations:
         except RlctlError as error:
             self._unrecorded.add(run.operation.operation_id)
             log.warning(
-                "%s %s has ended, which could not be recorded: %s",
+                "%s %s has ended, and the journal could not record the end: %s",
                 run.operation.verb,
                 run.operation.operation_id,
                 error,
@@ -413,7 +418,7 @@ class Operations:
     async def _drop(self, expired: Sequence[str], *changes: Put | Delete) -> None:
         """Delete operations from the journal, together with other changes, then from memory."""
         ids = [*expired, *(call.request_id for key in expired for call in self._runs[key].record.joined)]
-        # An id of a fast clock must not make the ids of all other callers look old.
+        # A caller with a fast clock makes an id of the future. As the newest dropped id, it would expire all new ids.
         fresh_id = self.new_id()
         forgotten = max((past_id for past_id in ids if past_id <= fresh_id), default="")
         drops: list[Put | Delete] = [Delete("operation", key) for key in expired]
@@ -425,7 +430,7 @@ class Operations:
         self._forgotten = max(self._forgotten, forgotten)
 
     def _forget(self, expired: Sequence[str]) -> None:
-        """Drop operations from memory. The end of a concurrent operation may have dropped some already."""
+        """Drop operations from memory. The end of another operation may have dropped some of them meanwhile."""
         self._unrecorded.difference_update(expired)
         for key in expired:
             run = self._runs.pop(key, None)
@@ -434,7 +439,7 @@ class Operations:
                 self._joined.pop(call.request_id, None)
 
     async def record_ended(self) -> None:
-        """Record the ends that the journal has refused before. Raises JOURNAL_FAILED if the journal still fails."""
+        """Record the ends that the journal could not record before. Raises JOURNAL_FAILED if it still cannot."""
         late = sorted(self._unrecorded)
         if late:
             runs = [self._runs[key] for key in late]
@@ -445,7 +450,7 @@ class Operations:
             self._unrecorded.difference_update(late)
 
     async def join(self, run: Run, request: Message) -> None:
-        """Record that a further call, and repeats of the call, get an operation as answer."""
+        """Record that an operation is the answer to a further call and to repeats of this call."""
         request_id: str = request.header.request_id  # type: ignore[attr-defined]
         if request_id in ("", run.operation.operation_id) or request_id in self._joined:
             return
@@ -488,9 +493,11 @@ class Operations:
             await asyncio.wait(running, timeout=within_s)
 
     def refuse_excess(self, verb: str, ends: Collection[str] = ()) -> None:
-        """Raise QUOTA_EXCEEDED if the caller may have no further operation under way. Steps of updates do not count.
+        """Raise QUOTA_EXCEEDED if an operation of this verb exceeds a limit of the caller.
 
-        ``ends``: operations that the further operation ends.
+        Steps of updates do not count.
+
+        ``ends``: operations under way that do not count, because the new operation ends them.
         """
         identity = calling.get()
         if identity is None:  # the coordinator itself
@@ -570,8 +577,10 @@ def _parsed_token(token: str) -> tuple[int, str]:
 
 
 def body_hash(request: Message, request_id: str = "") -> bytes:
-    """Return the SHA-256 of a request's content under an id. Excluded are fields that may differ between repeats, and
-    between calls that join the same operation: timeout, epoch, and the engine of the call.
+    """Return the SHA-256 of a request's content under an id.
+
+    Left out are fields that may differ between repeats, and between calls that join one operation: timeout, epoch, and
+    the engine of the call.
     """
     body = type(request)()
     body.CopyFrom(request)
