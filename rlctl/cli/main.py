@@ -50,8 +50,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "describe stage": ("rlctl.cli.commands.describe", "Show everything about a stage."),
     "describe model": ("rlctl.cli.commands.describe", "Show everything about a model."),
     "describe operation": ("rlctl.cli.commands.describe", "Show everything about an operation."),
-    "enable": ("rlctl.cli.commands.enable", "Let stages be routed to."),
-    "disable": ("rlctl.cli.commands.enable", "Route nothing to stages."),
+    "enable": ("rlctl.cli.commands.enable", "Route requests to disabled stages again."),
+    "disable": ("rlctl.cli.commands.enable", "Route no requests to stages."),
     "admit": ("rlctl.cli.commands.admit", "Admit slots that are not in the topology."),
     "take-over": ("rlctl.cli.commands.take_over", "Take charge of stages that obey another coordinator."),
     "min-healthy": ("rlctl.cli.commands.min_healthy", "Show or set how many stages of a model must stay routable."),
@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollback": ("rlctl.cli.commands.versions", "Publish an earlier version again, from its checkpoint."),
     "heal": ("rlctl.cli.commands.heal", "Bring stages to the published version without the trainer."),
     "wait": ("rlctl.cli.commands.wait", "Wait until stages are routable, or at a version."),
-    "cancel": ("rlctl.cli.commands.cancel", "Cancel an operation that has had no effect yet."),
+    "cancel": ("rlctl.cli.commands.cancel", "Drop the commands of an operation that have not started."),
     "journal verify": ("rlctl.cli.commands.journal", "Check the coordinator's journal, or a backup of it."),
     "journal backup": ("rlctl.cli.commands.journal", "Copy the coordinator's journal, in use or not."),
     "journal restore": ("rlctl.cli.commands.journal", "Put a backup in the place of a journal."),
@@ -83,7 +83,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "coordinator": ("rlctl.cli.commands.serve", "Run a coordinator."),
     "stage": ("rlctl.cli.commands.serve", "Run a stage server: rank 0 of one engine."),
     "worker": ("rlctl.cli.commands.serve", "Run a follower rank."),
-    "gateway": ("rlctl.cli.commands.gateway", "Run HTTP dialects in front of a fleet."),
+    "gateway": ("rlctl.cli.commands.gateway", "Run an HTTP gateway in front of a fleet."),
     "sidecar vllm": ("rlctl.cli.commands.sidecar", "Run SGLang's HTTP interface in front of a vLLM."),
 }
 """Words of a command → (its module, line of help). The command is an attribute of the module, named by the words with

@@ -207,7 +207,7 @@ class Reason(enum.Enum):
     TOPOLOGY_INVALID = (
         InvalidRequest,
         "A topology, or the flags that change it, cannot be run.",
-        "`rlctl validate FILE` checks it again; docs/topology.md has every key.",
+        "`rlctl validate FILE` lists all mistakes; docs/reference/topology.md has every key.",
     )
     LENGTH_MISMATCH = (InvalidRequest, "Fields that run in parallel have different lengths.", "")
     UNKNOWN_ENUM_VALUE = (
@@ -303,7 +303,7 @@ class Reason(enum.Enum):
     PEER_NOT_ALLOWED = (
         Forbidden,
         "The identity in the caller's certificate may not call this service.",
-        "docs/tls.md lists who may call whom. `rlctl certs issue client/NAME` issues a certificate for a user.",
+        "docs/tls.md lists who may call whom. `rlctl certs issue DIRECTORY client/NAME` issues a user's certificate.",
     )
     SLOT_NOT_ADMITTED = (
         PreconditionFailed,
@@ -363,7 +363,7 @@ class Reason(enum.Enum):
     )
     DECODE_MISMATCH = (
         PreconditionFailed,
-        "Decode and prefill give the same tokens other log probabilities: decode computes with other weights.",
+        "Decode and prefill differ in the log probabilities of the same tokens: decode computes with other weights.",
         "Restart the engine (`rlctl restart SLOT`): a CUDA graph or a derived tensor may be of earlier weights.",
     )
     MEMORY_RELEASED = (
@@ -406,8 +406,8 @@ class Reason(enum.Enum):
     MIN_HEALTHY = (
         PreconditionFailed,
         "Fewer stages of a model than its min_healthy would remain routable.",
-        "Repeat the call when more stages are routable; `rlctl min-healthy` shows and changes the limit, and --force "
-        "passes over it.",
+        "Repeat the call when more stages are routable. `rlctl min-healthy` shows and changes the limit; --force of a "
+        "drain, disable or restart ignores it.",
     )
     QUORUM_NOT_MET = (
         PreconditionFailed,
@@ -480,7 +480,7 @@ class Reason(enum.Enum):
     RANK_LOST = (
         Unavailable,
         "A rank of the stage is gone.",
-        "Restart the engine, unless `rlctl up` does; an update that this cut is sent again.",
+        "Restart the engine, unless `rlctl up` does. Send an interrupted update again.",
     )
     RANK_SILENT = (DeadlineExceeded, "The rank did not answer in time; its outcome is not known.", "")
     DEADLINE_EXCEEDED = (DeadlineExceeded, "The time was up.", "")

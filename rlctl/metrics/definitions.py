@@ -75,7 +75,7 @@ EVENT_LOOP_LAG = Metric(
 QUOTA_REFUSALS = Metric(
     "rlctl_quota_refusals_total",
     "counter",
-    "Requests of generation that the quota of their principal refused. A principal with a quota is in the access file.",
+    "Generation requests that were refused, because they exceed the quota of their principal.",
     (STAGE, GATEWAY),
     ("principal",),
 )
@@ -125,7 +125,7 @@ JOURNAL_SECONDS = _histogram(
 )
 CALL_SECONDS = _histogram(
     "rlctl_rpc_duration_seconds",
-    "Time of a unary call of CoordinatorService. Calls that wait for an operation take as long as it does.",
+    "Time of a unary call of CoordinatorService, for some calls including the wait for the end of an operation.",
     COORDINATOR,
     "method",
     buckets=CALL,
@@ -161,7 +161,7 @@ STAGES = _gauge("rlctl_stages", "Stages in each state.", COORDINATOR, "model", "
 STAGE_STATE = _gauge("rlctl_stage_state", "1 for the state of the stage.", COORDINATOR, "model", "slot", "state")
 ROUTABLE = _gauge("rlctl_stage_routable", "1 if generation may go to the stage.", COORDINATOR, "model", "slot")
 VERSION_LAG = _gauge(
-    "rlctl_stage_version_lag", "Sequence of the model's latest version, less that of the stage.", COORDINATOR,
+    "rlctl_stage_version_lag", "Sequence of the model's latest version, minus the stage's sequence.", COORDINATOR,
     "model", "slot",
 )  # fmt: skip
 QUARANTINED = _gauge("rlctl_stage_quarantined", "1 if the stage is quarantined.", COORDINATOR, "model", "slot")
@@ -185,7 +185,11 @@ ENGINE_FAILURES = _gauge(
     "slot",
 )
 UNHEALABLE = _gauge(
-    "rlctl_stage_unhealable", "1 if the stage needs a heal and its version has no source.", COORDINATOR, "model", "slot"
+    "rlctl_stage_unhealable",
+    "1 if the stage needs a heal, and its version has no heal source.",
+    COORDINATOR,
+    "model",
+    "slot",
 )
 
 # Stage server.
@@ -243,8 +247,10 @@ SAMPLE_FIRST = _histogram(
 )
 SAMPLE_TOKENS = _counter("rlctl_gateway_tokens_total", "Tokens of ended samples.", GATEWAY, "model")
 INFLIGHT = _gauge("rlctl_gateway_inflight", "Samples and forwarded requests under way.", GATEWAY)
-INFLIGHT_BYTES = _gauge("rlctl_gateway_inflight_bytes", "Bytes of their requests.", GATEWAY)
-WAITING = _gauge("rlctl_gateway_waiting", "The part of them that waits for a stage.", GATEWAY)
+INFLIGHT_BYTES = _gauge(
+    "rlctl_gateway_inflight_bytes", "Bytes of the requests of samples and forwarded requests under way.", GATEWAY
+)
+WAITING = _gauge("rlctl_gateway_waiting", "Samples and forwarded requests that wait for a stage.", GATEWAY)
 
 METRICS: Sequence[Metric] = tuple(value for value in globals().values() if isinstance(value, Metric))
 """All metrics, in the order of this file."""

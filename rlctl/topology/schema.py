@@ -79,9 +79,9 @@ GROUP = (
     Key("num_gpus", "integer", "GPUs of the group, all its engines together (ranks, on a CPU).", least=1),
     Key("num_gpus_per_engine", "integer", "GPUs of each engine.", "the model's", least=1),
     Key("external", "strings", "Servers that run already, HOST:PORT each; they are attached to and never ended."),
-    Key("overrides", "settings", "Arguments of the engine, above all others; dashes or underscores.", "{}"),
+    Key("overrides", "settings", "Arguments of the engine; they override all others. Dashes or underscores.", "{}"),
     Key("device", "string", "What the ranks compute on.", "the model's", choices=DEVICES),
-    Key("environment", "settings", "Environment variables of its processes, above the model's.", "{}"),
+    Key("environment", "settings", "Environment variables of its processes; they override the model's.", "{}"),
     Key("cpus_per_rank", "integer", "Cores that each rank is bound to.", "not bound", least=1),
     Key("stages", "list", "Pipeline stages of each engine, in order.", "one, main", of=(
         Key("name", "string", "Logical name that admin calls may address.", required=True),
@@ -99,18 +99,19 @@ MODEL = (
     Key("engine", "string", "Engine plug-in.", "the fleet's; sglang under `sglang:`"),
     Key("dtype", "string", "Dtype to hold the weights in.", "the checkpoint's"),
     Key("device", "string", "What the ranks compute on.", "the fleet's", choices=DEVICES),
-    Key("overrides", "settings", "Arguments of the engine, above --sglang-* and below the group's.", "{}"),
+    Key("overrides", "settings",
+        "Arguments of the engine; they override --option and --sglang-*, and the group's override them.", "{}"),
     Key("environment", "settings", "Environment variables of its processes.", "{}"),
     Key("weight_version", "string", "Label of its first version, the checkpoint.", "initial"),
     Key("healing", "string",
-        "Who brings late, restarted and spoilt engines to the published version: the coordinator, or `rlctl heal`.",
+        "Who heals late, restarted and DIRTY engines: the coordinator, or only `rlctl heal`.",
         "automatic", choices=HEALING),
     Key("min_healthy", "share",
         "Engines that drains, restarts, replacements and rolling updates leave routable: a number, or a share such as"
         " 50%, rounded up.", "no limit"),
     Key("router_policy", "string", "How its gateway picks an engine.", "the fleet's", choices=POLICIES),
     Key("gateway", "string", "HOST:PORT of its HTTP gateway; port 0 takes any.",
-        "none, or one where the fleet's gateways are"),
+        "none, or one on the host of `fleet.gateways`"),
     Key("router", "section", "Router in front of its gateway, for its policies.", "the fleet's", of=ROUTER),
 )  # fmt: skip
 FLEET = (
@@ -122,19 +123,19 @@ FLEET = (
     Key("engine", "string", "Engine plug-in of models that name none.", "torch; sglang under `sglang:`"),
     Key("device", "string", "What the ranks compute on; auto: cuda where there are GPUs.", "auto", choices=DEVICES),
     Key("launcher", "string", "What starts the processes.", "local", choices=LAUNCHERS),
-    Key("ray", "section", "Of launcher ray.", of=(
+    Key("ray", "section", "Settings of the launcher ray.", of=(
         Key("address", "string", "Address of the cluster, HOST:PORT.", "RAY_ADDRESS, or the cluster that runs here"),
-        Key("placement_group", "string", "Name or id of a placement group that somebody else has made, to be used.",
-            "one for each engine is made"),
-        Key("bundles", "integers", "Its bundles that may be used, in the order of the plan's GPUs.", "all, by node",
+        Key("placement_group", "string", "Name or id of an existing placement group, for the engines.",
+            "a new one for each engine"),
+        Key("bundles", "integers", "Bundles of the group for engines, in the order of the plan's GPUs.", "all, by node",
             least=0),
-        Key("bundle_share", "number", "How much of its bundle a rank takes, 1 at most; slime's engines take 0.2.", "1",
-            least=0.01),
+        Key("bundle_share", "number", "Share of its bundle that a rank takes, 1 at most; slime's engines take 0.2.",
+            "1", least=0.01),
     )),
     Key("listen", "string", "Where the coordinator listens, HOST:PORT.", "127.0.0.1:5080"),
     Key("router_policy", "string", "How gateways pick an engine.", "the gateway's own", choices=POLICIES),
-    Key("gateways", "string", "Host on which every model that names no gateway has one, on a free port.", "none"),
-    Key("router", "section", "Router in front of the gateway of every model that has one and names no router.", "none",
+    Key("gateways", "string", "Host of the gateways of models without the key `gateway`, each on a free port.", "none"),
+    Key("router", "section", "Router in front of each gateway, unless the model has a router of its own.", "none",
         of=ROUTER[:1]),
     Key("auth", "section", "Who may call.", of=(
         Key("token_file", "string", "File with the bearer token.", "RLCTL_TOKEN_FILE, RLCTL_TOKEN"),
@@ -150,11 +151,12 @@ FLEET = (
     Key("metrics", "boolean",
         "Coordinator, stages and gateways serve metrics, each on a free port of the host that it binds.", "false"),
     Key("web", "string", "HOST:PORT of the coordinator's page; port 0 takes any.", "none"),
-    Key("restart", "section", "What becomes of an engine that ends by itself.", of=(
-        Key("policy", "string", "Start it again, or leave it.", "on-failure", choices=("on-failure", "never")),
-        Key("backoff_s", "number", "Seconds before the first attempt; doubles up to a minute.", "1", least=0.1),
+    Key("restart", "section", "Restarts of engines that end by themselves.", of=(
+        Key("policy", "string", "Whether such an engine is started again.", "on-failure",
+            choices=("on-failure", "never")),
+        Key("backoff_s", "number", "Seconds before the first restart; doubles up to a minute.", "1", least=0.1),
         Key("limit", "integer",
-            "Restarts within `within_s` after which an engine is left FAILED until `rlctl restart`; 0: no limit.", "20",
+            "Number of restarts within `within_s`. Then the engine is FAILED until `rlctl restart`. 0: no limit.", "20",
             least=0),
         Key("within_s", "number", "Seconds in which restarts count.", "1800", least=1),
     )),
@@ -170,7 +172,7 @@ FLEET = (
         least=0),
 )  # fmt: skip
 FILE = (
-    Key("fleet", "section", "What holds for all models.", of=FLEET),
+    Key("fleet", "section", "Settings of the whole fleet.", of=FLEET),
     Key("models", "list", "The models.", of=MODEL),
     Key("sglang", "list", "The models, as slime's --sglang-config has them: the same keys, engine sglang.", of=MODEL),
 )

@@ -34,7 +34,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_REJECTED: _Outcome.ValueType  # 2
     """Refused or failed without any effect."""
     OUTCOME_SKIPPED: _Outcome.ValueType  # 3
-    """Not supported by the target, without any effect."""
+    """Not supported by the target, without any effect. Confirms an operation that is no weight update."""
     OUTCOME_NOT_SENT: _Outcome.ValueType  # 4
     """Not sent to the target: the deadline had passed, or no link existed."""
     OUTCOME_DIRTY: _Outcome.ValueType  # 5
@@ -52,7 +52,7 @@ OUTCOME_APPLIED: Outcome.ValueType  # 1
 OUTCOME_REJECTED: Outcome.ValueType  # 2
 """Refused or failed without any effect."""
 OUTCOME_SKIPPED: Outcome.ValueType  # 3
-"""Not supported by the target, without any effect."""
+"""Not supported by the target, without any effect. Confirms an operation that is no weight update."""
 OUTCOME_NOT_SENT: Outcome.ValueType  # 4
 """Not sent to the target: the deadline had passed, or no link existed."""
 OUTCOME_DIRTY: Outcome.ValueType  # 5
@@ -77,7 +77,7 @@ class _EvidenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Evidence.Val
     """The engine gave a single answer for all of its ranks."""
 
 class Evidence(_Evidence, metaclass=_EvidenceEnumTypeWrapper):
-    """Strength of an answer as proof about the rank of its result. A Verification is the proof of a target's weights."""
+    """What an answer proves about the rank of its result. Verification has the proof of a target's weights."""
 
 EVIDENCE_UNSPECIFIED: Evidence.ValueType  # 0
 """No evidence. The result does not come from the rank."""
@@ -679,9 +679,9 @@ class RequestHeader(_message.Message):
     weight verbs. Empty: the call is for the whole target.
     """
     unkeyed: _builtins.bool
-    """The caller gave no request_id, and a gateway made this request_id for its own retries. The same body for the same
-    engine is then a repeat while the operation runs, and until a caller has received the result. A later call is a new
-    operation.
+    """The caller gave no request_id, and a gateway made this one for its own retries. A call with the same body for the
+    same engine is a repeat while the operation runs, and as long as no caller has received the result. A later call is
+    a new operation.
     """
     @_builtins.property
     def target(self) -> Global___Target:

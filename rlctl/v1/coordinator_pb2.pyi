@@ -95,12 +95,12 @@ class DeregisterStageRequest(_message.Message):
     process.
     """
     force: _builtins.bool
-    """Deregister also a target of an open update, which loses this target, and also if fewer stages than the model's
-    min_healthy remain routable. A process that leaves is not refused for min_healthy.
+    """Deregister the stage although it is a target of an open update or heal, which then loses the target, or although
+    fewer stages than the model's min_healthy remain routable. With `leaves`, min_healthy never refuses the call.
     """
     leaves: _builtins.bool
-    """The process of boot_id itself leaves, and serves nothing once another process has its slot. Default false: the
-    process may serve until its serving lease ends.
+    """The process of boot_id makes the call at its end, and serves nothing once another process fills the slot. Default
+    false: the process may serve until its serving lease ends.
     """
     def __init__(
         self,
@@ -399,7 +399,9 @@ class AuditRecord(_message.Message):
     targets: _builtins.int
     """Number of targets."""
     count: _builtins.int
-    """Denied calls: number of calls. Equal calls within a minute are one record."""
+    """Denied calls: number of calls. The first of equal calls has a record. All further ones within a minute have a second
+    record.
+    """
     host: _builtins.str
     """Host of the caller, if known."""
     @_builtins.property

@@ -472,7 +472,8 @@ class CoordinatorServiceStub:
     """Confirms that a watch has applied an event, for example that a router has updated its list of stages.
 
     Effect: Before a pause or a write, the coordinator marks the stages not routable and waits for the confirmations, 1
-    s at most. The coordinator does not wait for a slower watch until that watch has confirmed the present state.
+    s at most. After a longer wait, the watch is late: the coordinator waits for a late watch again only after the watch
+    has confirmed the present state.
     Idempotency: Yes.
     States: Every state.
     Partial failure: Not applicable.
@@ -516,9 +517,9 @@ class CoordinatorServiceStub:
     TakeOverStages: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]
     """Takes over stages that obey the epoch of another fleet's coordinator.
 
-    Effect: Skips stages whose link to this coordinator lasts for 1 s. If another stage obeys the epoch of this fleet or
-    a higher epoch, the epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made
-    again. The former coordinator of such a stage is fenced. Waits up to 10 s for the links.
+    Effect: Watches the links of the stages for 1 s. A stage that keeps its link to this coordinator is left as it is.
+    The epoch of the fleet rises above the highest epoch that another of the stages obeys, unless it is higher already.
+    A rise makes every link of the fleet again, and fences the former coordinator. Waits up to 10 s for the links.
     Idempotency: Yes.
     States: Every state.
     Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
@@ -1000,7 +1001,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Confirms that a watch has applied an event, for example that a router has updated its list of stages.
 
     Effect: Before a pause or a write, the coordinator marks the stages not routable and waits for the confirmations, 1
-    s at most. The coordinator does not wait for a slower watch until that watch has confirmed the present state.
+    s at most. After a longer wait, the watch is late: the coordinator waits for a late watch again only after the watch
+    has confirmed the present state.
     Idempotency: Yes.
     States: Every state.
     Partial failure: Not applicable.
@@ -1044,9 +1046,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     TakeOverStages: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TakeOverStagesRequest, _fleet_pb2.Fleet]  # type: ignore[assignment]
     """Takes over stages that obey the epoch of another fleet's coordinator.
 
-    Effect: Skips stages whose link to this coordinator lasts for 1 s. If another stage obeys the epoch of this fleet or
-    a higher epoch, the epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made
-    again. The former coordinator of such a stage is fenced. Waits up to 10 s for the links.
+    Effect: Watches the links of the stages for 1 s. A stage that keeps its link to this coordinator is left as it is.
+    The epoch of the fleet rises above the highest epoch that another of the stages obeys, unless it is higher already.
+    A rise makes every link of the fleet again, and fences the former coordinator. Waits up to 10 s for the links.
     Idempotency: Yes.
     States: Every state.
     Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62
@@ -1765,7 +1767,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Confirms that a watch has applied an event, for example that a router has updated its list of stages.
 
         Effect: Before a pause or a write, the coordinator marks the stages not routable and waits for the confirmations, 1
-        s at most. The coordinator does not wait for a slower watch until that watch has confirmed the present state.
+        s at most. After a longer wait, the watch is late: the coordinator waits for a late watch again only after the watch
+        has confirmed the present state.
         Idempotency: Yes.
         States: Every state.
         Partial failure: Not applicable.
@@ -1833,9 +1836,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.Fleet, _abc.Awaitable[_fleet_pb2.Fleet]]:
         """Takes over stages that obey the epoch of another fleet's coordinator.
 
-        Effect: Skips stages whose link to this coordinator lasts for 1 s. If another stage obeys the epoch of this fleet or
-        a higher epoch, the epoch of the fleet rises above the highest of these epochs, and every link of the fleet is made
-        again. The former coordinator of such a stage is fenced. Waits up to 10 s for the links.
+        Effect: Watches the links of the stages for 1 s. A stage that keeps its link to this coordinator is left as it is.
+        The epoch of the fleet rises above the highest epoch that another of the stages obeys, unless it is higher already.
+        A rise makes every link of the fleet again, and fences the former coordinator. Waits up to 10 s for the links.
         Idempotency: Yes.
         States: Every state.
         Partial failure: An unknown slot refuses the whole request (STAGE_NOT_FOUND). So does a stage with an epoch of 2^62

@@ -278,7 +278,9 @@ class StageResult(_message.Message):
 
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
-        """Cause, unless APPLIED: the error of the first rank that explains the outcome."""
+        """Cause, unless APPLIED: the error of a rank with this outcome, if possible one that no other rank's failure has
+        caused.
+        """
 
     @_builtins.property
     def weight_version(self) -> _common_pb2.WeightVersion:
@@ -541,7 +543,7 @@ class Phase(_message.Message):
     running: _builtins.bool
     """A step is running. The duration counts until now."""
     stage_count: _builtins.int
-    """Number of addressed stages, with those that have not answered. 0: the coordinator's own work, or a coordinator of
+    """Number of addressed stages, answered or not. 0: the phase is work of the coordinator alone, or the coordinator has
     an older release.
     """
     @_builtins.property
@@ -554,7 +556,7 @@ class Phase(_message.Message):
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePhase]:
-        """Addressed stages that have answered. Empty: the coordinator's own work."""
+        """Addressed stages that have answered. Empty: no stage has answered, or no stage is addressed (stage_count)."""
 
     def __init__(
         self,

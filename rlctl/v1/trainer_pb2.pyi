@@ -118,8 +118,8 @@ class Shipped(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
-        """Reason for which a rank has not read the shipment. Unset: every rank has read the shipment, and no rank reads it
-        any more.
+        """Reason why a rank has not read the shipment. Unset: every rank has read the shipment, and the source may reuse the
+        segments.
         """
 
     def __init__(

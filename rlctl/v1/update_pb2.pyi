@@ -91,7 +91,7 @@ class RolloutStrategy(_message.Message):
 
     MAX_UNAVAILABLE_FIELD_NUMBER: _builtins.int
     max_unavailable: _builtins.int
-    """Maximum number of targets out of service at a time. 0: all targets at once."""
+    """Maximum number of targets in a batch, which serve nothing while they take the version. 0: all targets at once."""
     def __init__(
         self,
         *,
@@ -187,9 +187,9 @@ class BeginWeightUpdateRequest(_message.Message):
 
     @_builtins.property
     def renew_interval(self) -> _duration_pb2.Duration:
-        """Maximum time between two renewals by the owner. If set, a silent owner loses the lease earlier after a failed
-        write: after the coordinator's grace, which is at least twice this time. Unset: the lease keeps its full time after
-        a failed write.
+        """Maximum time between two renewals by the owner. After a failed write, a silent owner then loses the lease after
+        --owner-grace of the coordinator, or after twice this time if that is longer. Unset: the lease keeps its full time
+        after a failed write.
         """
 
     @_builtins.property

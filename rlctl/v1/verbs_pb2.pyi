@@ -439,9 +439,9 @@ class ContinueGenerationRequest(_message.Message):
     torch_empty_cache: _builtins.bool
     """Give cached device memory back to the device first. Default true."""
     when_resident: _builtins.bool
-    """Applies to a stage with complete weights that cannot continue only because memory is released. The stage continues
-    as part of the ResumeMemory that resumes the last region, instead of a refusal with MEMORY_RELEASED. The stage is
-    SKIPPED until then. A pause by name in between cancels the continue. Default false.
+    """If only released memory prevents the continue, answer SKIPPED instead of the refusal MEMORY_RELEASED. The stage
+    then continues with the ResumeMemory of its last region. A pause by name in between cancels the continue. Default
+    false.
     """
     adapter: _builtins.str
     """Adapter of the continue. Ends pauses of this adapter, and no pause of all requests. Excludes the other options.
@@ -879,9 +879,7 @@ class UpdateWeightsFromDiskRequest(_message.Message):
     copy lasts for the swap only. Default IN_PLACE.
     """
     max_unavailable: _builtins.int
-    """Number of targets that take the version at once, out of service meanwhile. Further targets follow batch by batch.
-    0: all targets.
-    """
+    """Maximum number of targets in a batch, which take the version together and serve nothing meanwhile. 0: all targets."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
@@ -1284,8 +1282,8 @@ class InitWeightsUpdateGroupRequest(_message.Message):
     num_ranks: _builtins.int
     """Number of joining ranks of the addressed stage, in rank order. 0: all ranks. Set by the stage from members."""
     paired: _builtins.bool
-    """Many groups of two ranks under the same name: rank r of a stage with offset 0, and rank r of a stage with offset 1.
-    The world size is 2.
+    """A group of two ranks for each rank number, all under this name: the rank of the stage with offset 0, and the same
+    rank of the stage with offset 1. The world size is 2.
     """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
@@ -1634,7 +1632,7 @@ class PullReport(_message.Message):
     sequence: _builtins.int
     """Sequence of the version at the place of publication."""
     model_digest: _builtins.str
-    """Model digest of the version, and of a load of the directory."""
+    """Model digest of the version. A load of the directory has this digest."""
     changed: _builtins.bool
     """This rank brought the directory to the version. False: the directory was there already, or a different rank of the
     host did the work.
@@ -1672,16 +1670,16 @@ class InspectCheckpointRequest(_message.Message):
     LOAD_FORMAT_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
-    """As in UpdateWeightsFromDiskRequest. Required."""
+    """Directory of the checkpoint, as the ranks see the path, below a directory that the engine may read. Required."""
     load_format: _builtins.str
-    """As in UpdateWeightsFromDiskRequest."""
+    """Layout of the files, as in UpdateWeightsFromDiskRequest. Empty: "auto"."""
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader:
         """Request id, target, timeout, fence."""
 
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in UpdateWeightsFromDiskRequest."""
+        """Names of the modules to load, as in UpdateWeightsFromDiskRequest. Empty: all modules."""
 
     def __init__(
         self,

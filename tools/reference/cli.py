@@ -16,9 +16,9 @@ from rlctl.cli.commands.verbs import VerbCommand
 from tools.reference.markdown import prose, table
 
 _SETTINGS = """\
-Each setting is taken from the flag, else from the environment variable, else from the context, else its default.
-Without an endpoint, a command goes to the only fleet of this machine that is up, under any name; one that changes
-something says so. Where several are up, the command fails and lists them. The bearer token comes from
+A setting is taken from the flag, else from the environment variable, else from the context, else its default. Without
+an endpoint, a command goes to the only fleet of this machine that is up, under any name. A command that changes
+something then prints the name. If several fleets are up, the command fails and lists them. The bearer token comes from
 `RLCTL_TOKEN_FILE`, `RLCTL_TOKEN`, or the context's `token_file` or `token`. Contexts are kept in
 `XDG_CONFIG_HOME/rlctl/config.yaml`:
 
@@ -32,10 +32,10 @@ contexts:
 """
 
 _JSON = """\
-JSON is protojson with the field names of the protos. Fields without presence are always there with their default
-value; message fields and `optional` ones are there when they are set; 64-bit numbers are strings. With json, jsonl and
-yaml an error is one line of JSON on stderr: `{"error": {"reason", "message", "exit_code", …}}`. A verb whose operation
-did not end OK prints the operation on stdout and the error on stderr.
+JSON is protojson with the field names of the protos. Message fields and `optional` fields appear if they are set, all
+other fields always. 64-bit numbers are strings. With json, jsonl and yaml, an error is one line of JSON on stderr:
+`{"error": {"reason", "message", "exit_code", …}}`. If the operation of a verb does not end OK, the operation is printed
+on stdout and the error on stderr.
 """
 
 
@@ -44,7 +44,7 @@ def page() -> Iterator[str]:
     yield "# The command line\n"
     yield from prose(main.root.help or "")
     yield "## Global options\n"
-    yield "Every command but the servers and `demo` takes them, before or after its own words; the last place counts.\n"
+    yield "All commands except the servers and `demo` take these, before or after their names. The last one counts.\n"
     yield from table(["option", "meaning"], [_option(option) for option in global_options(root=True)])
     yield from prose(_SETTINGS)
     yield f"A context may set {', '.join(f'`{key}`' for key in settings.CONTEXT_KEYS)}.\n"
@@ -78,7 +78,8 @@ def _command(words: str, command: click.Command) -> Iterator[str]:
         yield f"{command.text} See [{command.verb.name}](verbs.md#{command.verb.name.lower()}).\n"
     else:
         yield from prose(command.help or "")
-    own = [param for param in command.params if isinstance(param, click.Option) and not isinstance(param, GlobalOption)]
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    own = [option for option in options if not isinstance(option, GlobalOption)]
     yield from table(["option", "meaning"], [_option(option) for option in own])
 
 
@@ -91,7 +92,8 @@ def _option(option: click.Option) -> list[str]:
     if option.envvar:
         notes.append(f"env: {option.envvar}")
     if isinstance(option.default, str | int | float) and not isinstance(option.default, bool) and option.default != "":
-        notes.append(f"default: {option.default}")
+        shown = option.show_default if isinstance(option.show_default, str) else option.default
+        notes.append(f"default: {shown}")
     return [f"`{names}{value}`", " ".join([option.help or "", *(f"[{note}]" for note in notes)])]
 
 

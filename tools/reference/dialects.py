@@ -11,9 +11,8 @@ from rlctl.gateway.http.table import REQUIRED, Field
 from tools.reference.markdown import prose, table
 
 _ABOUT = """\
-Every route is there twice: at an engine's own address, `/engines/{slot}/...`, and for the fleet at the root. What each
-field means is SGLang's; those in italics are rlctl's own. `docs/dialects.md` says
-what is different on purpose.
+Every route exists twice: at an engine's own address, `/engines/{slot}/...`, and for the fleet at the root. The fields
+are SGLang's; fields in italics are rlctl's own. [Dialects](../dialects.md#different-on-purpose) lists the differences.
 """
 
 

@@ -13,8 +13,8 @@ On the wire a refusal is a gRPC status with one `google.rpc.ErrorInfo`: `domain`
 `metadata` holds `field` (path of the offending request field) and `next_step` where there are any. Inside results it
 is an `ErrorDetail`. The SDK raises the exception of `rlctl.contract.errors`; `.reason` is the member of `Reason`.
 
-An operation that was accepted and did not end OK is not a status: its state and outcomes say what became of it, the
-SDK raises `OperationFailed`, and the command line exits with the code of its state.
+The failure of an accepted operation is no gRPC status. The state and outcomes of the operation report it, the SDK
+raises `OperationFailed`, and the command line exits with the code of the state.
 """
 
 

@@ -8,15 +8,15 @@ from rlctl.metrics.definitions import COORDINATOR, GATEWAY, METRICS, STAGE, Metr
 from tools.reference.markdown import prose, table
 
 _ABOUT = """\
-A coordinator, stage server or gateway with `--metrics HOST:PORT` serves these at `http://HOST:PORT/metrics`
+A coordinator, stage server or gateway with `--metrics HOST:PORT` serves these metrics at `http://HOST:PORT/metrics`
 ([metrics](../metrics.md)). Names, types and labels are stable within a major version. A histogram has the series
 `NAME_bucket`, `NAME_sum` and `NAME_count`.
 
-Values of `verb` are the verbs and updates of the contract, of `reason` the [reasons](errors.md), of `model` and `slot`
-the names of the topology. States, phases, levels and transports are the enums of the contract in lower case, without
-their prefix.
+The label `verb` has verbs and updates of the contract, `reason` has [reasons](errors.md), `model` and `slot` have names
+of the topology. States, phases, levels and transports are the enums of the contract in lower case, without their
+prefix.
 
-Besides, each process has the metrics of prometheus_client about itself: `process_cpu_seconds_total`,
+Each process also has the metrics of prometheus_client about itself: `process_cpu_seconds_total`,
 `process_resident_memory_bytes`, `process_open_fds`, `process_max_fds`, `process_start_time_seconds`,
 `process_virtual_memory_bytes` and `python_info`.
 """

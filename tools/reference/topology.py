@@ -10,8 +10,8 @@ from rlctl.topology.schema import FILE, FLEET, GROUP, MODEL, MOST, Key
 from tools.reference.markdown import prose, table
 
 _INTRODUCTION = f"""\
-What may stand in the file of `rlctl up`, `plan` and `validate`; [topology.md](../topology.md) explains it.
-`topology.schema.json` beside this page is the same as JSON Schema; for editors that read YAML with it, put
+The keys of the file of `rlctl up`, `plan` and `validate` ([topology.md](../topology.md)). `topology.schema.json` beside
+this page is a JSON Schema of the file. Some editors check YAML against it, with
 `# yaml-language-server: $schema=PATH/topology.schema.json` on the first line. Whole numbers are {MOST} at most.
 """
 

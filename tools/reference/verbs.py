@@ -20,8 +20,8 @@ def page() -> Iterator[str]:
     offered = [verb for verb in VERBS.values() if verb.fleet]
     yield "# Verbs and other RPCs\n"
     yield (
-        "The admin verbs are the same on `CoordinatorService`, `StageService` and `WorkerService`; their results grow "
-        "from a rank's to a stage's to an operation's. Every request opens with a [header](#requestheader).\n"
+        "The admin verbs are the same on `CoordinatorService`, `StageService` and `WorkerService`. They answer with an "
+        "operation, the result of a stage, and the result of a rank. Every request has a [header](#requestheader).\n"
     )
     rows = [
         [

@@ -42,8 +42,8 @@ class Exit(enum.IntEnum):
 _MEANINGS = {
     Exit.OK: "every target confirmed, or the operation was accepted with --is-async",
     Exit.FAILED: "failed, and the state is known; or the output could not be written",
-    Exit.USAGE: "the command is wrong: bad options, or a name that does not exist",
-    Exit.PARTIAL: "some targets confirmed, the others are known not to have",
+    Exit.USAGE: "the command is wrong (bad options, or a name that does not exist), or its caller is not allowed",
+    Exit.PARTIAL: "some targets confirmed, and the others are known not to have confirmed",
     Exit.UNKNOWN: "the outcome of at least one target is not known",
     Exit.UNREACHABLE: "the coordinator cannot be reached",
     Exit.TIMEOUT: "the time was up while waiting",

@@ -20,7 +20,7 @@ _HEADERS = ("TIME", "PRINCIPAL", "CLIENT", "METHOD", "ABOUT", "RESULT", "REASON"
 @click.command("audit", cls=Command)
 @click.option("--principal", default="", metavar="NAME", help="Only calls of this principal.")
 @click.option("--denied", is_flag=True, help="Only denied calls.")
-@click.option("--since", type=DURATION, metavar="DURATION", help="Only records of this time, up to now.")
+@click.option("--since", type=DURATION, metavar="DURATION", help="Only records that are younger than this.")
 @click.option("--limit", type=click.IntRange(0), default=50, show_default=True, help="At most; 0: all.")
 @pass_settings
 def audit(settings: Settings, principal: str, denied: bool, since: float | None, limit: int) -> None:

@@ -16,9 +16,9 @@ from rlctl.cli.render.printer import show
 @click.argument("operation_id", metavar="ID")
 @pass_settings
 def cancel(settings: Settings, operation_id: str) -> None:
-    """Cancel an operation that has had no effect yet.
+    """Drop the commands of an operation that have not started.
 
-    Commands that have not started are dropped; running commands complete. Prints the operation as it ended.
+    Running commands complete. A weight update is aborted. Prints the operation as it ended.
     """
     with bounded(settings) as fleet:
         operation_id = whole_id(fleet, operation_id)

@@ -27,10 +27,10 @@ from rlctl.contract.errors import RlctlError
 def doctor(settings: Settings) -> None:
     """Check this host and, where there is one, a fleet; print a mend for each fault.
 
-    Of this host: versions, plug-ins, /dev/shm, ulimits, proxy variables, the default port, disk, GPUs. Of a fleet, that
-    --endpoint names or that is the only one up on this host: coordinator, clocks, versions, engines, links between
-    coordinator and stages, and the stages' addresses from here. Nothing is changed. Exit code 1 when a check fails;
-    warnings do not count.
+    This host: versions, plug-ins, /dev/shm, ulimits, proxy variables, the default port, disk, GPUs. The fleet that
+    --endpoint names, or the only one that is up on this host: coordinator, this caller's certificate, clocks, versions,
+    engines, links between coordinator and stages, min_healthy, and the stages' addresses from here. Nothing is changed.
+    Exit code 1 when a check fails; warnings do not count.
     """
     host = read_host()
     findings = [finding for check in HOST_CHECKS for finding in check(host)]

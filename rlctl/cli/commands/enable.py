@@ -15,7 +15,7 @@ from rlctl.cli.render.printer import show
 @click.argument("slots", nargs=-1, required=True, metavar="SLOT...")
 @pass_settings
 def enable(settings: Settings, slots: tuple[str, ...]) -> None:
-    """Let stages be routed to."""
+    """Route requests to disabled stages again."""
     _set(settings, slots, True)
 
 
@@ -24,7 +24,7 @@ def enable(settings: Settings, slots: tuple[str, ...]) -> None:
 @click.option("--force", is_flag=True, help="Also if fewer stages than min_healthy remain routable.")
 @pass_settings
 def disable(settings: Settings, slots: tuple[str, ...], force: bool) -> None:
-    """Route nothing to stages. They remain targets of every verb, weight updates included.
+    """Route no requests to stages. Disabled stages remain targets of every verb, also of weight updates.
 
     A change that would leave fewer stages of a model routable than its min_healthy is refused.
     """

@@ -36,8 +36,8 @@ def events(settings: Settings, following: bool, limit: int, model: str) -> None:
     """Print the latest operations, then with -f every change of the fleet, a line each.
 
     Changes are those of stages (state, version, incarnation, quarantine), models (version, open update, adapters) and
-    operations (begun, ended), and the coordinator's loss and restart. Only operations are on record: what stages did
-    before is not shown. With -o json or jsonl an event is a line of JSON.
+    operations (begun, ended), and the coordinator's loss and restart. Only operations are on record: earlier changes of
+    stages are not shown. With -o json or jsonl an event is a line of JSON.
     """
     if settings.output not in ("table", "wide", "json", "jsonl"):
         raise click.BadParameter("events are lines: table, json or jsonl", param_hint="--output")

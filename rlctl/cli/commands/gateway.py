@@ -1,4 +1,4 @@
-"""``rlctl gateway``: HTTP dialects in front of a fleet, in the foreground."""
+"""``rlctl gateway``: an HTTP gateway in front of a fleet, in the foreground."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def gateway(
     end_with_parent: bool,
     metrics: str,
 ) -> None:
-    """Run HTTP dialects in front of a fleet."""
+    """Run an HTTP gateway, with one dialect, in front of a fleet."""
     from rlctl.runtime.server_process import announce
 
     paths = (*middleware_paths, *(path for option_value in slime_paths for path in option_value.split()))

@@ -93,7 +93,7 @@ operations = _operations("operations")
 def get_operation(settings: Settings, operation_id: str) -> None:
     """Show one operation as its verb printed it. Its id is the request_id of the call that made it.
 
-    The end of an id is enough where no other one ends so.
+    The last characters of an id are enough if no other id ends with them.
     """
     with bounded(settings) as fleet:
         operation = fleet.operation(whole_id(fleet, operation_id))

@@ -31,7 +31,7 @@ def _of_a_file(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="FILE",
         help="Journal of a coordinator that has ended.",
     )(command)
-    return click.option("--name", help="The same by the name of a fleet that `rlctl up` started on this machine.")(
+    return click.option("--name", help="Journal of the fleet of this name, which `rlctl up` started on this machine.")(
         command
     )
 
@@ -42,8 +42,8 @@ def _of_a_file(command: Callable[..., Any]) -> Callable[..., Any]:
 def journal_verify(settings: Settings, file: Path | None, name: str | None) -> None:
     """Check a journal: every page, and that a coordinator can take it in.
 
-    Without --journal and --name it is the journal of the running coordinator, of which a copy is checked. Nothing is
-    written to the journal. Backups are journals: --journal BACKUP checks one.
+    Without --journal and --name, a copy of the running coordinator's journal is checked. Nothing is written to the
+    journal. A backup is a journal too: --journal BACKUP checks it.
     """
     from rlctl.coordinator.maintenance import verify
 
@@ -66,8 +66,8 @@ def journal_verify(settings: Settings, file: Path | None, name: str | None) -> N
 def journal_backup(settings: Settings, target: Path, file: Path | None, name: str | None, force: bool) -> None:
     """Copy a journal to FILE, and verify the copy.
 
-    Without --journal and --name it is the journal of the running coordinator, also on another host; the fleet goes on
-    meanwhile. The copy has secrets of open updates in it; its mode is 0600.
+    Without --journal and --name, the running coordinator sends its journal, also from another host. The fleet goes on
+    meanwhile. The copy contains the fencing tokens of open updates; its mode is 0600.
     """
     from rlctl.coordinator.journal import files
     from rlctl.coordinator.maintenance import verify
@@ -116,7 +116,7 @@ def journal_restore(settings: Settings, backup: Path, file: Path | None, name: s
     data = {"journal": str(path), "kept": str(old_file or "")}
     rows = facts([("Journal", str(path)), ("Old file", str(old_file or "none"))])
     show(settings, View(data, lambda _: [rows], lambda: [str(path)]))
-    settings.say("Start the coordinator. Stages that obey a higher epoch than it has: `rlctl take-over SLOT`.")
+    settings.say("Start the coordinator. If a stage obeys a higher epoch: `rlctl take-over SLOT`.")
 
 
 @click.command("compact", cls=Command)

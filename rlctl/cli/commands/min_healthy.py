@@ -19,9 +19,9 @@ from rlctl.v1.fleet_pb2 import Fleet
 def min_healthy(settings: Settings, limit: str | None, model: str) -> None:
     """Show or set how many stages of a model must stay routable: a number, or a share such as 50%; 0 for no limit.
 
-    `drain`, `disable`, `restart`, the replacements and removals of `up`, and rolling updates then keep to the limit.
-    Losses and pauses do not. The limit is in the journal. In a fleet of `up` the topology sets it again at the
-    supervisor's next start, and when its value changes.
+    `drain`, `disable`, `restart`, the replacements and removals of `up`, and rolling updates keep to the limit. A loss
+    or a pause is not refused. The limit is in the journal. In a fleet of `up`, the topology sets it again when the
+    supervisor starts on an existing journal, and when the value in the file changes.
     """
     settings.mutating = limit is not None and not settings.dry_run
     with bounded(settings) as fleet:

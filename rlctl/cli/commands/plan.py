@@ -18,7 +18,7 @@ from rlctl.cli.commands.topology_flags import TopologyCommand, flags, options
 def plan(settings: Settings, /, file: Path | None, **given: Any) -> None:
     """Show what `up` with the same arguments would do: engines, ranks, GPUs, offsets; -o wide: command lines.
 
-    When a fleet of that name is up on this machine, each engine is to be added, removed, restarted (and why), or is
+    If a fleet of that name is up on this machine, each engine is shown as added, removed, restarted with the reason, or
     unchanged.
     """
     from rlctl.cli.commands.plan_report import plan_view, prepare, warn

@@ -26,8 +26,8 @@ def restart(settings: Settings, slots: tuple[str, ...], name: str | None, force:
     """Drain engines of a fleet on this machine, and start them again, one engine of a model at a time.
 
     An engine is healed to the published version after its start. A failed engine is started without a drain. A disabled
-    stage stays disabled. Ctrl-C ends the wait only: the supervisor goes on. An engine is drained when enough others are
-    routable (min_healthy of its model); a restart for which there are never enough is refused.
+    stage stays disabled. Ctrl-C ends the wait only: the supervisor goes on. If the model has min_healthy, the drain of
+    an engine waits until enough other engines are routable. A restart that could never begin is refused.
     """
     from rlctl.launch.supervisor.control_socket import apply
 

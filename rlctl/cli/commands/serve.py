@@ -221,7 +221,7 @@ def coordinator(
 @click.option("--slot", required=True, help="Stable name of the stage in the fleet.")
 @click.option("--model", default="actor", show_default=True, help="Model that it serves.")
 @click.option(
-    "--coordinator", default="", help="Address of the coordinator; without it, a coordinator must attach by itself."
+    "--coordinator", default="", help="Address of the coordinator. Without it, the stage waits for a coordinator."
 )
 @click.option(
     "--follower",
@@ -252,10 +252,10 @@ def coordinator(
     type=click.IntRange(0),
     default=RESTARTS,
     show_default=True,
-    help="Restarts of an engine after failures, until it is left; 0: no limit. Of engines that are servers.",
+    help="Server engines: restarts after failures before the engine is left FAILED; 0: no limit.",
 )
 @click.option(
-    "--restarts-within", type=DURATION, default=WITHIN_S, show_default="30m", help="Time in which they count."
+    "--restarts-within", type=DURATION, default=WITHIN_S, show_default="30m", help="Time in which restarts count."
 )
 @_engine_options
 @_server_options
@@ -355,7 +355,7 @@ def worker(
     log_level: str,
     end_with_parent: bool,
 ) -> None:
-    """Run a follower rank; its engine starts when rank 0 attaches, and it ends when rank 0 is gone."""
+    """Run a follower rank. The engine starts when rank 0 attaches. The process ends when rank 0 ends."""
     from rlctl.engine import EngineConfig
     from rlctl.launch.local import gpus
     from rlctl.runtime.server_process import announce

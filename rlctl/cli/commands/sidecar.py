@@ -13,8 +13,8 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
 
 
 @click.command("vllm")
-@click.option("--upstream", default="", metavar="URL", help="A vLLM that runs: http://HOST:PORT or unix:PATH.")
-@click.option("--launch", default="", metavar="MODEL", help="Directory of a checkpoint to launch a vLLM with.")
+@click.option("--upstream", default="", metavar="URL", help="Running vLLM server: http://HOST:PORT or unix:PATH.")
+@click.option("--launch", default="", metavar="MODEL", help="Directory of a checkpoint: launch a vLLM server with it.")
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="Address to bind; port 0 takes any.")
 @click.option(
     "--router", "routers", multiple=True, metavar="URL", help="slime-style router to register with.  [repeatable]"
@@ -46,8 +46,10 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
 )
 @DEVICE_OPTION
 @click.option("--python", default="", help="Interpreter that vLLM is installed for.  [default: RLCTL_VLLM_VENV's]")
-@click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Until it must be ready.")
-@click.option("--token-file", default="", help="Token that admin verbs ask for. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
+@click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Time limit of the launch.")
+@click.option(
+    "--token-file", default="", help="File with the token of admin verbs. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
+)
 @click.option("--insecure", is_flag=True, help="Bind an address that other hosts can reach, without a token.")
 @click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
 @LOG_FORMAT_OPTION

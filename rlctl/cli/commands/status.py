@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def status(settings: Settings, model: str, watch: bool) -> None:
     """Show models and stages.
 
-    With -w a terminal shows them live; elsewhere the whole is printed again after every change, with -o jsonl a line
-    each.
+    With -w, a terminal shows changes live. Elsewhere models and stages are printed again after every change, with
+    -o jsonl in one line.
     """
 
     def views(fleet: Fleet) -> Generator[View, None, None]:

@@ -17,7 +17,7 @@ from rlctl.cli.render.printer import show
 def take_over(settings: Settings, slots: tuple[str, ...]) -> None:
     """Take charge of stages that obey another coordinator.
 
-    The epoch of this fleet becomes higher than theirs; a coordinator that holds them is fenced.
+    The epoch of this fleet becomes higher than the epoch that these stages obey. Their former coordinator is fenced.
     """
     settings.mutating = not settings.dry_run
     if not settings.dry_run:

@@ -40,8 +40,8 @@ _file = click.option(
     "scopes",
     multiple=True,
     metavar="SCOPE[:NAME]",
-    help="viewer, rollout, weights[:MODEL], adapters[:ADAPTER], admin, gateway or fleet. A further token of a principal"
-    " has its scopes already.  [repeatable]",
+    help="viewer, rollout, weights[:MODEL], adapters[:ADAPTER], admin, gateway or fleet. Not for a further token of a"
+    " principal, which has the scopes of the first.  [repeatable]",
 )
 @click.option("--expires", type=DURATION, metavar="DURATION", help="The token ends after this time.  [default: never]")
 @click.option(

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.option("--model", default="", metavar="NAME", help="Only this model.")
 @click.option("--interval", type=DURATION, default="2s", show_default=True, help="Time between two samples.")
-@click.option("-n", "--samples", type=click.IntRange(1), help="End after so many.  [default: at Ctrl-C, or --timeout]")
+@click.option("-n", "--samples", type=click.IntRange(1), help="Samples to show.  [default: until Ctrl-C, or --timeout]")
 @pass_settings
 def top(settings: Settings, model: str, interval: float, samples: int | None) -> None:
     """Show what runs and waits at each stage, tokens and steps per second, and running operations.
 
-    Rates are those between two samples: the first one is shown after --interval. A terminal shows them live; elsewhere
-    each sample is printed. KV is the part of the KV cache that is in use. A stage that does not answer in time shows
-    no numbers.
+    A rate needs two samples, so the first line comes after --interval. A terminal shows the rates live; elsewhere each
+    sample is printed. KV is the used part of the KV cache. A stage that does not answer in time shows no numbers.
     """
 
     def views(fleet: Fleet) -> Generator[View, None, None]:

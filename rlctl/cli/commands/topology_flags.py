@@ -79,7 +79,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--rollout-num-gpus-per-engine", "num_gpus_per_engine", type=click.IntRange(1, MOST),
-            help="GPUs of each engine, where the file does not say.  [default: 1]",
+            help="GPUs of each engine, if the file does not set them.  [default: 1]",
         ),
         click.option("--num-gpus-per-node", type=click.IntRange(1, MOST), help="GPUs of a node.  [default: 8]"),
         click.option("--rollout-external", "external", is_flag=True, help="Attach to engines that run already."),
@@ -97,21 +97,21 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--sglang-*", "sglang_", metavar="[VALUE]", expose_value=False, multiple=True,
-            help="Argument of SGLang by its name, for every SGLang engine, below the file's.  [repeatable]",
+            help="Argument of SGLang by its name, for every SGLang engine; the file overrides it.  [repeatable]",
         ),
         click.option(
             "--sglang-config", "config_", expose_value=False, metavar="FILE", help="The file, under slime's name."
         ),
-        click.option("--engine", help="Engine plug-in, where the file does not say.  [default: torch]"),
+        click.option("--engine", help="Engine plug-in, if the file does not set it.  [default: torch]"),
         click.option("--model", help="Without a file: the model that the engines serve.  [default: actor]"),
         click.option(
             "--device", type=click.Choice(DEVICES),
-            help="Device of the ranks, where the file does not say; auto: GPUs, if any.  [default: auto]",
+            help="Device of the ranks, if the file does not set it; auto: GPUs, if any.  [default: auto]",
         ),
         click.option("--listen", metavar="ADDRESS", help="Where the coordinator listens.  [default: 127.0.0.1:5080]"),
         click.option("--name", help="Name of the fleet on this machine.  [default: default]"),
         click.option("--launcher", type=click.Choice(LAUNCHERS), help="Launcher of the processes.  [default: local]"),
-        click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or that here]"),
+        click.option("--address", metavar="HOST:PORT", help="The Ray cluster.  [default: RAY_ADDRESS, or this host's]"),
         click.option(
             "--placement-group", metavar="NAME", help="Name or id of a placement group for the engines.",
         ),
@@ -124,7 +124,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--option", "options", multiple=True, metavar="NAME=VALUE",
-            help="Setting of every engine, below the file's.  [repeatable]",
+            help="Setting of every engine; the file overrides it.  [repeatable]",
         ),
         click.option(
             "--insecure",

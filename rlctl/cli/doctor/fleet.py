@@ -147,7 +147,10 @@ def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
         return
     observation = f"expires in {fleet.valid_s / DAY_S:.0f} days"
     if fleet.valid_s < RENEW_DAYS * DAY_S:
-        mend = "Renew it: `rlctl certs issue`. Those of the servers are of the same age if they were issued together."
+        mend = (
+            "Renew it: `rlctl certs issue DIRECTORY client/NAME`. Certificates of servers that were issued at the same "
+            "time expire at the same time, unless `rlctl up` renews them."
+        )
         yield warning("certificate", "certificate", observation, mend)
     else:
         yield ok("certificate", "certificate", observation)

@@ -208,7 +208,7 @@ class _Supervisor:
                 # The GPUs may be taken, and the caller has not agreed to all removals.
                 raise Reason.OPERATION_CONFLICT.error(
                     f"fleet {deployment.name!r} has been changed since this was planned",
-                    next_step="The same command again plans anew.",
+                    next_step="Repeat the command: it then makes a new plan.",
                 )
             self._fleet.want(
                 deployment.engines,

@@ -54,11 +54,11 @@ ROWS = (
         "LoadAdapter",
         [Field("lora_name", str), Field("lora_path", str), Field("pinned", bool, False), Field("lora_id", str, None)],
         answers=_LOADED,
-        note="at all engines of the model; one of the same name is replaced",
+        note="at all engines of the model; replaces an adapter of the same name",
     ),
     Row("POST", "/unload_lora_adapter", unload_lora, "UnloadAdapter",
         [Field("lora_name", str), Field("lora_id", str, None)], answers=_LOADED,
-        note="refused while requests use it"),
+        note="refused while requests use the adapter"),
     Row(
         "POST",
         "/load_lora_adapter_from_tensors",

@@ -171,7 +171,7 @@ ROWS = (
         continue_generation,
         "ContinueGeneration",
         [Field("torch_empty_cache", bool, True)],
-        note="400 where weights are stale or a mixture, and for an update that could not be published",
+        note="400 if weights are stale or a mixture, or the open update cannot be published",
     ),
     Row(
         "POST",
@@ -179,13 +179,13 @@ ROWS = (
         abort_request,
         "AbortRequests",
         [Field("rid", str, ""), Field("abort_all", bool, False)],
-        note="ids are exact; SGLang's scheduler also ends those that begin so",
+        note="ends the request with this id only; SGLang ends every request whose id begins with it",
     ),
     Row("GET POST", "/flush_cache", flush_cache, "FlushCache", query=[Field("timeout", float, 0.0)]),
     Row("GET POST", "/release_memory_occupation", release_memory, "ReleaseMemory", [_TAGS],
-        note="400 while requests run, or a server that frees nothing; SGLang ends"),
+        note="400 while requests run (SGLang ends), or if no engine can free memory"),
     Row("GET POST", "/resume_memory_occupation", resume_memory, "ResumeMemory", [_TAGS],
-        note="a region that is not released is confirmed; SGLang ends"),
+        note="a region that is not released is confirmed (SGLang ends)"),
     Row(
         "GET POST",
         "/weights_checker",
@@ -197,6 +197,6 @@ ROWS = (
             Field("skip_tensor_list", [str], None),
             Field("selector", str, "all", SELECTORS),
         ],
-        note="digests are rlctl's; `model_digest` is the same for every TP size",
+        note="rlctl's digests; `model_digest` is equal for all TP sizes",
     ),
 )  # fmt: skip
