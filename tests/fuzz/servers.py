@@ -102,7 +102,7 @@ async def data_ports(token: str | None, access_file: str) -> AsyncIterator[list[
         yield ports
 
 
-async def _flushed(request: web.Request) -> web.Response:
+async def _done(request: web.Request) -> web.Response:
     return web.json_response({"success": True})
 
 
@@ -110,7 +110,8 @@ async def _flushed(request: web.Request) -> web.Response:
 async def sidecar() -> AsyncIterator[tuple[str, list[tuple[str, str]]]]:
     """Yield address and routes of a sidecar in front of a vLLM that answers at once."""
     app = application()
-    app.router.add_post("/reset_prefix_cache", _flushed)
+    for path in ("/reset_prefix_cache", "/abort_requests"):
+        app.router.add_post(path, _done)
     upstream = web.AppRunner(app, access_log=None)
     await upstream.setup()
     try:
