@@ -127,8 +127,9 @@ class _Run:
             targets = self._targets()
             waiting = iter(range(start, min(start + self._batch, inputs.stop)))
             await asyncio.gather(*(self._send(waiting, targets) for _ in range(AT_ONCE)))
-            await self._check(start)
-            if start == inputs.start:
+            first = start == inputs.start
+            await self._check(start, first=first)
+            if first:
                 self._resources.begin()
             if start < inputs.start + len(inputs) // 10 + self._batch:
                 self._resources.begin_memory()
@@ -157,7 +158,7 @@ class _Run:
             self._report.inputs += 1
             self._report.answers.setdefault(target.name, Counter())[answer] += 1
 
-    async def _check(self, start: int) -> None:
+    async def _check(self, start: int, *, first: bool) -> None:
         problems = []
         for world in self._worlds:
             world.forget_connections()
@@ -165,7 +166,7 @@ class _Run:
                 await world.check()
             except Fault as fault:
                 problems.append(f"{world.name}: {fault}")
-        if start:
+        if not first:
             problems += await self._resources.excess()
         problems += dict.fromkeys(self._logs.taken())
         self._report.faults += [Found("", start, problem) for problem in problems]
