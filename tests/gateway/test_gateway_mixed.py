@@ -60,3 +60,4 @@ async def test_whose_weights_were_not_checked_is_said(fleet: InProcessFleet, mak
         assert list(told["skipped"]) == ["a"]
         assert "CheckWeights" in told["skipped"]["a"]
         assert told["message"] == "checksum of 1 engines; of 1 it cannot be had: a."
+        assert told["reason"] == "UNSUPPORTED"

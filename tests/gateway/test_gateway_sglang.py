@@ -70,6 +70,15 @@ async def test_an_answer_that_did_not_get_through_is_given_to_the_repeat(
     assert (await ask(http, "/get_weight_version", method="GET"))[1]["weight_version_seq"] == 2
 
 
+async def test_weights_that_differ_from_the_snapshot_have_a_reason(http: aiohttp.ClientSession) -> None:
+    assert (await ask(http, "/pause_generation", {}))[0] == 200
+    for action in ("snapshot", "reset_tensors"):
+        assert (await ask(http, "/weights_checker", {"action": action}))[0] == 200
+    status, told = await ask(http, "/weights_checker", {"action": "compare"})
+    assert (status, told["success"], told["reason"]) == (400, False, "DIGEST_MISMATCH")
+    assert told["message"].startswith("1 tensors differ from the snapshot")
+
+
 async def test_a_field_may_be_called_anything(http: aiohttp.ClientSession) -> None:
     async with http.post("/continue_generation", json={"\u0000\r\né": 1}) as response:
         assert response.status == 200

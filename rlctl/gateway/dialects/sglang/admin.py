@@ -112,7 +112,8 @@ async def weights_checker(asked: Asked) -> Reply:
     operation = await asked.tell(request, partly=True)
     results = telling(operation)
     slots = {result.slot for result in results}
-    skipped = {result.slot: result.error.message for result in operation.stage_results if result.slot not in slots}
+    without = [result for result in operation.stage_results if result.slot not in slots]
+    skipped = {result.slot: result.error.message for result in without}
     ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
     different_names = sorted({name for _, rank in ranks for name in _differing(rank.check)})
     skipped_phrase = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
@@ -122,8 +123,10 @@ async def weights_checker(asked: Asked) -> Reply:
     }
     if skipped:
         body["skipped"] = skipped
+        body["reason"] = without[0].error.reason
     if different_names:
         body["message"] = f"{len(different_names)} tensors differ from the snapshot, first {different_names[0]}"
+        body["reason"] = Reason.DIGEST_MISMATCH.name
     if action == "checksum":
         body["ranks"] = [_checksums(slot, rank, results) for slot, rank in ranks]
         body["model_digest"] = {result.slot: result.rank_results[0].check.model_digest for result in results}
