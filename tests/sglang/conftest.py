@@ -94,16 +94,16 @@ def pair(two_ranks: LaunchedFleet, tiny: tuple[Any, Path]) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="session")
-def three(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
-    """Three servers of one rank and their coordinator, for all modules: actor-0 to actor-2."""
+def two(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
+    """Two servers of one rank and their coordinator, for all modules: actor-0 and actor-1."""
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
-    engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(3)]
+    engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
     with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def fleet(three: LaunchedFleet) -> Iterator[Fleet]:
-    """What a trainer has of the three servers."""
-    with three.connect() as fleet:
+def fleet(two: LaunchedFleet) -> Iterator[Fleet]:
+    """What a trainer has of the two servers."""
+    with two.connect() as fleet:
         yield fleet

@@ -1,4 +1,4 @@
-"""The suite of SGLang's interface against a gateway in front of three real SGLang servers."""
+"""The suite of SGLang's interface against a gateway in front of two real SGLang servers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def reset(three: LaunchedFleet, tiny: tuple[Any, Path]) -> LaunchedFleet:
+def reset(two: LaunchedFleet, tiny: tuple[Any, Path]) -> LaunchedFleet:
     """The servers, at the checkpoint that they were started with."""
-    with three.connect() as fleet:
+    with two.connect() as fleet:
         fleet.update_weights_from_disk(str(tiny[1]), version="reset")
-    return three
+    return two
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ async def server(reset: LaunchedFleet, tiny: tuple[Any, Path]) -> AsyncIterator[
     try:
         await gateway.start()
         base = f"http://{gateway.address}"
-        addresses = [f"{base}/engines/actor-{i}" for i in range(3)]
+        addresses = [f"{base}/engines/actor-{i}" for i in range(2)]
         settings = {"releases": False, "compares": False, "splits_renames": False}
-        async with Server.at(addresses, [1] * 3, tiny, root=base, **settings) as server:
+        async with Server.at(addresses, [1] * 2, tiny, root=base, **settings) as server:
             yield server
     finally:
         await gateway.stop()

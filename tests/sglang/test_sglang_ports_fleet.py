@@ -1,6 +1,6 @@
-"""The data ports of three real SGLang servers under updates: nothing stale, nothing lost, nothing left running.
+"""The data ports of two real SGLang servers under updates: nothing stale, nothing lost, nothing left running.
 
-The module comes after test_sglang_fleet.py, which expects the three servers at their first version.
+The module comes after test_sglang_fleet.py, which expects the servers at their first version.
 """
 
 from __future__ import annotations
