@@ -220,22 +220,28 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(
         assert sums(native) == before
 
 
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("native", common.OUTCOME_REJECTED),
+        pytest.param("by_diffusers", common.OUTCOME_DIRTY, marks=pytest.mark.long),
+    ],
+)
 def test_a_load_that_ended_half_way_is_judged_by_what_is_held_and_not_by_what_is_said(
-    native: DiffusionServer, by_diffusers: DiffusionServer, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, kind: str, outcome: int
 ) -> None:
     """Both say that all modules were rolled back."""
+    server = request.getfixturevalue(kind)
     monkeypatch.setattr(Pipelines, "_compare", lambda *_: None)
-    outcomes = {}
-    for name, server in (("native", native), ("diffusers", by_diffusers)):
-        with attached(server, checkpoints) as driver:
-            before = sums(server)
-            error = refused(lambda driver=driver: load(driver, checkpoints.broken))  # type: ignore[misc]
-            assert (error.reason, "rolled back" in error.message) == (Reason.ENGINE_FAILED, True)
-            assert (sums(server) == before) == (error.outcome == common.OUTCOME_REJECTED)
-            outcomes[name] = error.outcome
-    assert outcomes == {"native": common.OUTCOME_REJECTED, "diffusers": common.OUTCOME_DIRTY}
+    with attached(server, checkpoints) as driver:
+        before = sums(server)
+        error = refused(lambda: load(driver, checkpoints.broken))
+        assert (error.reason, "rolled back" in error.message) == (Reason.ENGINE_FAILED, True)
+        assert (sums(server) == before) == (error.outcome == common.OUTCOME_REJECTED)
+        assert error.outcome == outcome
 
 
+@pytest.mark.long
 def test_by_diffusers_all_modules_can_be_compared(by_diffusers: DiffusionServer, checkpoints: Checkpoints) -> None:
     with attached(by_diffusers, checkpoints) as driver:
         modules = {"transformer", "vae", *ENCODERS}
@@ -358,11 +364,11 @@ def test_a_server_that_was_started_again_is_a_new_incarnation_and_is_healed(
 
 
 def test_it_is_noticed_that_the_process_is_gone_that_does_the_work(
-    by_diffusers: DiffusionServer, checkpoints: Checkpoints
+    native: DiffusionServer, checkpoints: Checkpoints
 ) -> None:
     """Its front goes on answering. The last test: the server is of no use then."""
-    with attached(by_diffusers, checkpoints) as driver:
-        by_diffusers.kill_scheduler()
+    with attached(native, checkpoints) as driver:
+        native.kill_scheduler()
         deadline = time.monotonic() + 60
         while not driver.failures:
             assert time.monotonic() < deadline
