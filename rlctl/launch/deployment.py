@@ -35,31 +35,15 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """The wanted state of a fleet.
+    """The wanted state of a fleet. ``_FIXED`` names the keys of a topology that explain most fields.
 
     Attributes:
         name: name of the fleet on this machine, and of the state directory.
-        listen: address of the coordinator.
-        engines: engines to run.
-        insecure: allow addresses that other hosts reach, without a token.
-        tls: directory of the certificates of all processes; "": plain text.
         restart: restart engines that end by themselves.
-        limits: time limits of engines.
-        launcher: "local" or "ray".
-        cluster: address of the Ray cluster, or "".
-        group: name or id of a placement group of the cluster for the engines, or "".
-        bundles: usable bundles of the group, in the order of the plan's places; (): all.
-        share: part of the bundle that a rank takes.
-        interface: interface or network for servers on other nodes, or "".
         per_node: ranks of an engine on one node.
         reserved: room for placeholders.
-        gateways: HTTP gateways.
         heal_by_hand: models with engines healed only on request.
         min_healthy: engines that voluntary disruptions leave routable, as "2" or "50%", by model.
-        owner_grace_s: seconds of silence of an update's owner after a failed write.
-        heal_grace_s: seconds that a DIRTY engine waits for the next update before a heal.
-        metrics: the processes serve metrics.
-        web: address of the coordinator's web page; "": no page.
     """
 
     name: str

@@ -19,33 +19,13 @@ STANDS_FOR = {"name": "--model", "num_gpus": "--rollout-num-gpus", "external": A
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of ``rlctl up``, ``plan`` and ``validate``; None or empty: not given.
+    """Flags of ``rlctl up``, ``plan`` and ``validate``; None or empty: not given. Fields have the names of flags, but:
 
     Attributes:
-        hf_checkpoint: ``--hf-checkpoint``.
-        num_gpus: ``--rollout-num-gpus``.
-        num_gpus_per_engine: ``--rollout-num-gpus-per-engine``.
-        num_gpus_per_node: ``--num-gpus-per-node``.
-        external: ``--rollout-external``.
-        external_addresses: ``--rollout-external-engine-addrs``.
-        prefill_num_servers: ``--prefill-num-servers``.
-        router_policy: ``--router-policy``.
+        num_gpus, num_gpus_per_engine, external, external_addresses: slime's ``--rollout-...``.
         sglang: ``--sglang-*`` by name without the prefix, below every other setting of SGLang engines.
-        engine: ``--engine``.
         model: ``--model``, for a fleet without a file.
-        device: ``--device``.
         options: ``--option``, settings of every engine, below the file's.
-        listen: ``--listen``.
-        name: ``--name``.
-        launcher: ``--launcher``.
-        gateways: ``--gateways``.
-        address: ``--address``, of a Ray cluster.
-        placement_group: ``--placement-group``, on that cluster.
-        bundles: ``--bundles``, of that group.
-        bundle_share: ``--bundle-share``.
-        insecure: ``--insecure``.
-        tls: ``--tls``, a directory of certificates.
-        web: ``--web``.
     """
 
     hf_checkpoint: str | None = None

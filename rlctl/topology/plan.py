@@ -79,17 +79,12 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model.
+    """A model, with fields of :class:`rlctl.topology.resolved.Model`.
 
     Attributes:
-        name: unique name.
         engines: number of engines.
         ranks: number of ranks of all engines.
         world_size: size of a weight-update group with one source: the ranks and the source; 0 for a frozen model.
-        router_policy: policy of the gateway, or "".
-        gateway: address of the gateway, or "".
-        router: router in front of the gateway, or "".
-        router_listen: address of the router, or "".
     """
 
     name: str

@@ -1,4 +1,8 @@
-"""A resolved topology: the values of file and flags, with all defaults filled in."""
+"""A resolved topology: the values of file and flags, with all defaults filled in.
+
+A field without an explanation has the meaning of the key with its name in :mod:`rlctl.topology.schema`. A text that is
+not set is "". ``line`` and ``path`` are the place in the file.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,12 @@ class Group:
 
     Attributes:
         key: name of the group in slots; "" for the first regular group.
-        worker_type: regular, prefill, decode, encoder or placeholder.
         num_gpus: GPUs of all engines; 0 for external engines, whose GPUs rlctl does not assign.
         pp_size: pipeline-parallel size of each engine.
         overrides: arguments of the engines after the whole cascade, by name, as text.
-        device: "auto", "cpu" or "cuda".
-        environment: environment variables of the processes.
-        cpus_per_rank: cores that each rank is bound to; 0: not bound.
+        cpus_per_rank: 0: not bound.
         external: URLs of servers to attach to.
         stages: (name, GPUs) of each pipeline stage.
-        line: line in the file.
-        path: path of the key in the file.
     """
 
     key: str
@@ -52,19 +51,10 @@ class Model:
     """A model with server groups, in the file's order.
 
     Attributes:
-        name: unique name.
-        update_weights: whether the model receives weights.
-        engine: name of the plug-in.
-        dtype: dtype to hold the weights in, or "auto".
-        weight_version: label of the first version, or "".
-        router_policy: policy of the gateway, or "".
-        gateway: address of the gateway, or "".
         heals_itself: whether the engines are healed automatically.
-        min_healthy: engines that voluntary disruptions leave routable, as "2" or "50%"; "": no limit.
-        router: router in front of the gateway, or "".
-        router_listen: address of the router, or "".
-        line: line in the file.
-        path: path of the key in the file.
+        min_healthy: as "2" or "50%".
+        router: router in front of the gateway.
+        router_listen: address of the router.
     """
 
     name: str
@@ -90,31 +80,13 @@ class Topology:
 
     Attributes:
         source: the file, or "command line".
-        name: name of the fleet on this machine.
-        launcher: "local" or "ray".
-        cluster: address of the Ray cluster, or "".
-        placement_group: name or id of an existing placement group for the engines, or "".
-        bundles: usable bundles of the placement group; (): all.
-        bundle_share: share of a bundle that a rank takes.
-        listen: address of the coordinator; "" if not set.
+        cluster: address of the Ray cluster.
+        bundles: (): all.
         num_gpus: GPUs of all groups, placeholders included.
-        num_gpus_per_node: GPUs of a node.
-        token_file: file with the bearer token, or "".
-        insecure: bind addresses that other hosts can reach, without a token; None if not set.
-        tls: directory of the certificates, or "".
-        interface: interface or network that the engines' servers bind to, or "".
-        advertise: host name of this machine for other hosts, or "".
-        metrics: whether the processes serve metrics.
-        web: address of the coordinator's page, or "".
+        insecure: None if not set.
         restart: whether engines that end by themselves are started again.
-        backoff_s: time before the first restart, seconds.
         restarts: restart limit of an engine; 0: no limit.
         restarts_within_s: time in which restarts count, seconds.
-        heal_timeout_s: longest time until a new engine is routable, seconds.
-        load_timeout_s: longest time for an engine to load, seconds.
-        owner_grace_s: longest silence of an update's owner after a failed write, seconds.
-        heal_grace_s: wait before a DIRTY engine is healed, seconds.
-        drain_timeout_s: longest time for requests to end, seconds.
         models: models in the file's order.
     """
 
