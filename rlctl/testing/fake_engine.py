@@ -6,6 +6,7 @@ generates numbered tokens at a set pace. Ranks of a stage share a step stream in
 followers can be tested without processes. Faults are injected per model path and rank through :data:`FAULTS`.
 """
 
+# ruff: noqa: ARG002, D102 (the interface names and explains the methods)
 from __future__ import annotations
 
 import asyncio
@@ -156,7 +157,6 @@ class FakeEngine(Engine):
         return {"steps": key}
 
     async def start(self, setup: Mapping[str, str]) -> EngineInfo:
-        """Read the checkpoint and join the step stream."""
         if (key := setup.get("steps", "")) not in _STEPS:
             raise Reason.FIELD_INVALID.error(f"no rank 0 of this process has made {key!r}", field=SETUP)
         self._steps = _STEPS[key]
@@ -186,23 +186,18 @@ class FakeEngine(Engine):
         )
 
     async def stop(self) -> None:
-        """End all requests."""
         self._abort(None)
 
     async def order(self, command_id: str) -> int:
-        """Let every rank carry the command out."""
         return self._steps.settle(command_id, None)
 
     async def withdraw(self, command_id: str) -> None:
-        """Let no rank carry the command out."""
         self._steps.settle(command_id, Reason.CANCELLED.error("withdrawn: not every rank accepted it"))
 
-    async def interrupt(self, update_id: str) -> None:  # noqa: ARG002
-        """End a waiting receive."""
+    async def interrupt(self, update_id: str) -> None:
         self._interrupted.set()
 
     def set_version(self, version: WeightVersion) -> None:
-        """Stamp responses with this version."""
         self._version = version
 
     async def _begin(self, method: str, call: Call) -> None:
@@ -217,25 +212,18 @@ class FakeEngine(Engine):
     # Reads.
 
     async def get_model_info(self, request: verbs.GetModelInfoRequest, call: Call) -> verbs.ModelInfo:
-        """Return the loaded model."""
         fault = FAULTS.get((self.config.model_path, self.config.rank))
         if fault is not None:
             await fault(self, "get_model_info", call)
-        del request
         return verbs.ModelInfo(model_path=self.config.model_path, model_type="fake", weight_version=self._version)
 
     async def get_server_info(self, request: verbs.GetServerInfoRequest, call: Call) -> verbs.ServerInfo:
-        """Return the engine's kind and versions."""
-        del request, call
         return verbs.ServerInfo(engine="fake", engine_version=__version__, rlctl_version=__version__)
 
     async def get_loads(self, request: verbs.GetLoadsRequest, call: Call) -> verbs.Loads:
-        """Return the number of running requests, and the step."""
-        del request, call
         return verbs.Loads(running=len(self._running), step=self._steps.number)
 
     async def inspect_checkpoint(self, request: verbs.InspectCheckpointRequest, call: Call) -> verbs.CheckpointReport:
-        """Report the text of a checkpoint, or raise CHECKPOINT_NOT_FOUND."""
         fault = FAULTS.get((self.config.model_path, self.config.rank))
         if fault is not None:
             await fault(self, "inspect_checkpoint", call)
@@ -249,7 +237,6 @@ class FakeEngine(Engine):
     # Generation.
 
     async def pause_generation(self, request: verbs.PauseGenerationRequest, call: Call) -> None:
-        """Stop generating."""
         mode = request.mode or PAUSE_MODE_ABORT
         if request.adapter:
             await self._begin("pause_generation", call)
@@ -275,7 +262,6 @@ class FakeEngine(Engine):
         self._released_adapter.clear()
 
     async def continue_generation(self, request: verbs.ContinueGenerationRequest, call: Call) -> None:
-        """Continue generation."""
         await self._begin("continue_generation", call)
         if request.adapter:
             self.paused_adapters.discard(request.adapter)
@@ -285,21 +271,17 @@ class FakeEngine(Engine):
         self._going.set()
 
     async def abort_requests(self, request: verbs.AbortRequestsRequest, call: Call) -> verbs.AbortReport:
-        """End requests."""
-        del call
         ended, unknown = self._abort(None if request.abort_all else list(request.rids))
         return verbs.AbortReport(aborted=ended, unknown_rids=unknown)
 
     async def flush_cache(self, request: verbs.FlushCacheRequest, call: Call) -> verbs.FlushReport:
         """Check the rules of a real engine; there is no cache."""
-        del request
         await self._begin("flush_cache", call)
         if self._running and self._paused in (None, PAUSE_MODE_IN_PLACE):
             raise Reason.ACTIVE_REQUESTS.error(f"{len(self._running)} requests hold KV entries")
         return verbs.FlushReport(tiers=["kv"])
 
     async def release_memory(self, request: verbs.ReleaseMemoryRequest, call: Call) -> verbs.MemoryReport:
-        """Release regions."""
         await self._begin("release_memory", call)
         tags = frozenset(request.tags) or TAGS
         if MEMORY_TAG_WEIGHTS in tags - self._released:
@@ -308,7 +290,6 @@ class FakeEngine(Engine):
         return self._memory()
 
     async def resume_memory(self, request: verbs.ResumeMemoryRequest, call: Call) -> verbs.MemoryReport:
-        """Allocate regions again."""
         await self._begin("resume_memory", call)
         self._released -= frozenset(request.tags) or TAGS
         if self._kept is not None and MEMORY_TAG_WEIGHTS not in self._released:
@@ -322,7 +303,6 @@ class FakeEngine(Engine):
     # Weights.
 
     async def prepare_update(self, request: verbs.PrepareUpdateRequest, call: Call) -> verbs.WeightsReport:
-        """Open an update."""
         await self._begin("prepare_update", call)
         if request.kind == verbs.UPDATE_KIND_ADAPTER:
             stopped = self._paused or request.pause or request.adapter.name in self.paused_adapters
@@ -357,7 +337,6 @@ class FakeEngine(Engine):
     async def update_weights_from_disk(
         self, request: verbs.UpdateWeightsFromDiskRequest, call: Call
     ) -> verbs.WeightsReport:
-        """Read a checkpoint."""
         text = _read(request.model_path)
         await self._begin("update_weights_from_disk", call)
         self._take_in(text)
@@ -367,7 +346,6 @@ class FakeEngine(Engine):
         self, request: verbs.InitWeightsUpdateGroupRequest, call: Call
     ) -> verbs.GroupReport:
         """Record a group without any connection. Raises GROUP_EXISTS for the same name at a different store."""
-        del call
         store = request.master_address, request.master_port
         existing = self._groups.get(request.group_name, store)
         if existing != store:
@@ -380,8 +358,6 @@ class FakeEngine(Engine):
         return verbs.GroupReport(group_name=request.group_name, group_rank=rank, world_size=request.world_size)
 
     async def destroy_weights_update_group(self, request: verbs.DestroyWeightsUpdateGroupRequest, call: Call) -> None:
-        """Remove a group."""
-        del call
         if request.group_name not in self._groups:
             raise Reason.GROUP_NOT_FOUND.error(f"there is no group {request.group_name!r}", field="group_name")
         del self._groups[request.group_name]
@@ -411,7 +387,6 @@ class FakeEngine(Engine):
     async def commit_update(
         self, request: verbs.CommitUpdateRequest, call: Call
     ) -> verbs.WeightsReport | list[RankResult]:
-        """Close an update."""
         await self._begin("commit_update", call)
         if self._staged is not None:
             adapter, text = self._staged
@@ -443,7 +418,6 @@ class FakeEngine(Engine):
 
     async def seal_update(self, request: verbs.SealUpdateRequest, call: Call) -> verbs.WeightsReport:
         """Complete the shadow copy, or an adapter with stopped requests."""
-        del request
         await self._begin("seal_update", call)
         if self._staged is not None:
             return await self._seal_adapter(*self._staged)
@@ -476,8 +450,6 @@ class FakeEngine(Engine):
         return verbs.WeightsReport(tensors=1, received_digest=digest)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:
-        """Drop an update."""
-        del request
         await self._begin("abort_update", call)
         self._update, self._shadow, self._staged = "", None, None
         self._let_go_on()
@@ -491,7 +463,6 @@ class FakeEngine(Engine):
         return verbs.AdapterList(adapters=[self._staged[0]])
 
     async def unload_adapter(self, request: verbs.UnloadAdapterRequest, call: Call) -> verbs.AdapterList:
-        """Remove an adapter."""
         if request.name not in self.adapters:
             raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.name!r} is loaded", field="name")
         self._end_users(request.name, end=request.abort_requests)
@@ -500,8 +471,6 @@ class FakeEngine(Engine):
         return self._listed()
 
     async def list_adapters(self, request: verbs.ListAdaptersRequest, call: Call) -> verbs.AdapterList:
-        """List the loaded adapters."""
-        del request, call
         return self._listed()
 
     def _listed(self) -> verbs.AdapterList:
@@ -642,7 +611,6 @@ class FakeEngine(Engine):
         return rollout.GenerateResponse(rid=rid, prompt_tokens=1, samples=[sample])
 
     async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
-        """End requests."""
         ended, unknown = self._abort(None if request.abort_all else list(request.rids))
         return rollout.AbortResponse(aborted=ended, unknown_rids=unknown)
 
