@@ -55,20 +55,15 @@ SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """Configuration of a coordinator.
+    """Configuration of a coordinator. Fields without an explanation are options of ``rlctl coordinator``.
 
     Attributes:
-        journal: file of the journal.
-        listen: address to bind; port 0 takes any free port.
         token: the fleet's bearer token, to guard the coordinator and to send to the stages.
-        insecure: bind a public address without a token.
         serving_lease_s: serving lease of a stage, in seconds.
         heal_by_hand: models whose stages are healed only on request. Stages of other models are healed automatically.
         topology: slots that may be filled, besides slots that an operator admits; None: every slot.
         graces: waits for trainers that may be gone.
         tls: certificate of a coordinator; None for plain text.
-        metrics: ``host:port`` for Prometheus; port 0 takes any free port. "": no metrics.
-        access_file: further principals and scopes.
         audit_kept_s: lifetime of an audit record, in seconds.
     """
 

@@ -56,22 +56,17 @@ DRAIN_S = 30.0
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Configuration of a gateway process.
+    """Configuration of a gateway process. Fields without an explanation are options of ``rlctl gateway``.
 
     Attributes:
-        coordinator: address of the coordinator.
-        dialect: name of the dialect.
-        listen: ``host:port``; port 0 takes a free TCP port.
         token: watches the fleet, and is required of callers. With None the fleet decides about each caller.
         access_file: further principals that may call. The fleet decides by their scopes, and needs its own tokens.
         insecure: other hosts may call without a token, and with TLS without a certificate.
-        middleware_paths: dotted paths, the outermost first.
         share_port: other processes listen on the port, too (SO_REUSEPORT).
         drain_s: longest time for running requests at the end of the gateway.
         warm: load tokenizers in the background at the start, instead of at the first request.
         router: an sglang-router, not started yet, to run in front of the gateway.
         tls: certificate of a gateway, for HTTPS and for the fleet; None for plain text.
-        metrics: ``host:port`` for Prometheus; port 0 takes a free TCP port; "" for no metrics.
     """
 
     coordinator: str

@@ -75,26 +75,13 @@ STEADY_S = 60.0
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Configuration of a stage server.
+    """Configuration of a stage server. Fields without an explanation are options of ``rlctl stage``.
 
     Attributes:
-        slot: stable identity in the topology.
-        engine: name of the plug-in.
         engine_config: configuration of rank 0.
-        followers: addresses of the WorkerServices of ranks 1 and up, in rank order.
-        listen: address of StageService; TCP port 0 takes any.
-        rollout_listen: address of RolloutService.
-        data_listen: address of the data port, if the engine has one; "": any TCP port of the host of rollout_listen.
         advertise: host under which peers reach the three listeners; "": the host of the address.
-        coordinator: address of the coordinator; "": the coordinator attaches by itself.
-        weight_version: label of the model's first version.
-        frozen: the model never receives weights.
-        worker_type: role of the engine: regular, prefill, decode or encoder.
         token: bearer token that guards every service and is sent to every peer.
-        access_file: further principals that may generate.
-        insecure: allow addresses that other hosts reach, without a token.
         tls: certificate of this slot's stage; None for plain text.
-        metrics: ``host:port`` of the Prometheus metrics; TCP port 0 takes any. "": no metrics.
         restarts: restart limit of an engine that this process can start again.
     """
 

@@ -23,14 +23,11 @@ from rlctl.worker.follower import Follower
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration of a follower.
+    """Configuration of a follower. Fields without an explanation are options of ``rlctl worker``.
 
     Attributes:
-        engine: name of the plug-in.
         engine_config: configuration of the rank, 1 or higher.
-        listen: address of WorkerService; TCP port 0 takes any.
         token: bearer token that guards every service.
-        insecure: allow addresses that other hosts reach, without a token.
         tls: certificate of a worker; None for plain text.
     """
 

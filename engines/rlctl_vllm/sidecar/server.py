@@ -37,23 +37,14 @@ SHUTDOWN_S = 2.0
 
 @dataclass(frozen=True)
 class SidecarConfig:
-    """Settings of a sidecar.
+    """Settings of a sidecar. Fields without an explanation are options of ``rlctl sidecar vllm``.
 
     Attributes:
-        upstream: address of a running vLLM, "http://host:port" or "unix:PATH"; or
-        launch: directory of a checkpoint, with which a vLLM is launched.
         host, port: address to bind; port 0 takes any free port.
         arguments: arguments of the launched vLLM, by name; "false" takes a flag back.
-        tp_size: tensor-parallel ranks of the launched vLLM.
-        device: device of the launched vLLM, "cpu" or "cuda:0".
-        python: interpreter of the launched vLLM's installation.
         start_s: longest time until the launched vLLM is ready, in seconds.
-        api_key_file: file with the running vLLM's key for requests.
-        coordinator: address of the coordinator that drives the engine; empty: no coordinator.
         routers: routers to register with.
-        advertise: host under which routers reach this sidecar.
         token: token that admin verbs require.
-        route: "auto", or a name in :data:`rlctl_vllm.sidecar.upstream.ROUTES`.
     """
 
     upstream: str = ""
