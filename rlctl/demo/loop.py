@@ -22,11 +22,6 @@ from rlctl.sdk.blocking import Fleet
 from rlctl.trainer.publisher import Publisher, model_digest
 from rlctl.v1.common_pb2 import Evidence, VerificationLevel
 
-SABOTAGES = ("skip-sync", "stale-engine", "drop-tensor", "wrong-rank", "stale-decode")
-"""Negative controls: each sabotage causes one defect that the demo must find. All but skip-sync and stale-decode are
-for the torch engine only.
-"""
-
 _ENGINE_SABOTAGE = {
     "stale-engine": ("actor-1", "stale"),
     "drop-tensor": ("actor-0", "drop-tensor:model.layers.1.mlp.up_proj.weight"),

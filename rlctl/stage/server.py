@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -512,8 +511,3 @@ class StageServer:
                 if failure.reason is Reason.UNREACHABLE:
                     failure = await handshake_failure(address, tls, Role.COORDINATOR) or failure
                 raise failure from None
-
-
-def host_name() -> str:
-    """Return the name of this host, for worker coordinates."""
-    return socket.gethostname()

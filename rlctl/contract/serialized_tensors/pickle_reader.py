@@ -73,9 +73,6 @@ class Budget:
     bytes: int = 4 * MOST_BYTES
 
 
-_Mark = object()
-
-
 class PickleReader:
     """Reads one pickle."""
 

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -159,17 +159,6 @@ class SglangRouter:
     def workers(self) -> dict[str, str]:
         """Return the ids of the workers by URL. Raises OSError."""
         return {worker["url"]: worker["id"] for worker in self._listed()}
-
-    def set_workers(self, urls: Iterable[str], *, timeout_s: float = START_S) -> None:
-        """Set the regular workers, and wait until the router has them. Raises OSError, DEADLINE_EXCEEDED."""
-        workers = dict.fromkeys(urls, REGULAR)
-        until = time.monotonic() + timeout_s
-        while (state := self.towards(workers)) != (frozenset(workers), frozenset()):
-            if time.monotonic() >= until:
-                raise Reason.DEADLINE_EXCEEDED.error(
-                    f"sglang-router has {sorted(state[0])} and not {sorted(workers)} after {timeout_s:g} s"
-                )
-            time.sleep(LOOK_S)
 
     def towards(self, wanted: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:
         """Take one step towards the wanted workers, types by URL. Return (present workers, workers being added).

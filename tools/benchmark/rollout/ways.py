@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlctl.gateway.router.process import SglangRouter
+from rlctl.gateway.router.process import LOOK_S, REGULAR, SglangRouter
 from rlctl.sdk.blocking import connect
 from tools.benchmark.figures import Setting
 from tools.benchmark.rollout.reply import TOKENS
@@ -49,7 +50,8 @@ def running(setting: Setting) -> Iterator[Ways]:
         servers.rlctl("stage", "--slot", "a", *engine, module="tools.benchmark.rollout.light")
         backend = announced(servers.start("tools.benchmark.rollout.backend"))
         router = servers.enter_context(SglangRouter(policy="round_robin", log=directory / "router.log"))
-        router.set_workers([backend])
+        while not router.towards({backend: REGULAR})[0]:
+            time.sleep(LOOK_S)
         gateway = servers.rlctl("gateway", "--coordinator", coordinator)["address"]
         with connect(coordinator) as fleet:
             fleet.generate(PROMPT, max_new_tokens=1, timeout_s=30.0)  # waits until the stage serves

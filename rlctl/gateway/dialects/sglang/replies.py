@@ -17,8 +17,6 @@ _NAMES = {Reason.STAGE_NOT_FOUND, Reason.VERB_UNKNOWN}
 
 _KEPT = {401, 403, 405, 408, 413, 429, 503, 504}
 
-MESSAGES = {400: "what was asked for is wrong, or cannot be done now: `message` and `error` say why"}
-
 
 def status_of(error: RlctlError) -> int:
     """Return SGLang's status for an error: 400 for every error that SGLang would detect itself."""
