@@ -10,8 +10,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
@@ -180,14 +178,6 @@ class EmbeddedFleet(Fleet):
         self.address = address
         self._coordinator_loop = loop
         self._resources = resources
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the client, end the child processes and stop the coordinator.
