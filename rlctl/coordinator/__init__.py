@@ -1,7 +1,7 @@
 """The coordinator: one fleet with operations and weight updates.
 
 ``service.py`` holds the RPCs as methods of ``Coordinator``; ``server.py`` is the process. The packages, from
-bottom to top: journal, fleet, operations, verbs, transaction, healing, updates. Each package may import earlier
+bottom to top: journal, fleet, operations, pauses, transaction, healing, updates. Each package may import earlier
 packages.
 
 ``audit.py`` records changes and callers; ``subjects.py`` finds the models of a request, for the scopes of the

@@ -35,6 +35,10 @@ from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
 from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
+from rlctl.coordinator.pauses import pause
+from rlctl.coordinator.pauses.continue_when_resident import Waking
+from rlctl.coordinator.pauses.pause import Pausing
+from rlctl.coordinator.pauses.pause_expiry import Lifting
 from rlctl.coordinator.subjects import refuse_fence, subject_of
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook
@@ -42,10 +46,6 @@ from rlctl.coordinator.transaction.transfer import Transfer
 from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.implicit import Implicit
 from rlctl.coordinator.updates.manager import Graces, Updates
-from rlctl.coordinator.verbs import pause
-from rlctl.coordinator.verbs.continue_when_resident import Waking
-from rlctl.coordinator.verbs.pause import Pausing
-from rlctl.coordinator.verbs.pause_expiry import Lifting
 from rlctl.ports import Clock, Dialer, Journal, Put
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1.common_pb2 import RequestHeader

@@ -73,7 +73,7 @@ CORES = [
     "rlctl/coordinator/subjects.py",
     "rlctl/coordinator/transaction",
     "rlctl/coordinator/updates",
-    "rlctl/coordinator/verbs",
+    "rlctl/coordinator/pauses",
     "rlctl/engine.py",
     "rlctl/metrics/definitions.py",
     "rlctl/rollout/picking",

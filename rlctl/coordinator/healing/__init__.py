@@ -3,7 +3,7 @@
 Decides which stage needs a heal, when the heal is due, and which checkpoint or stage is its source. Also decides how
 orphans of ended updates are cleared at a stage.
 
-Imports: coordinator.transaction, coordinator.verbs, coordinator.operations, coordinator.fleet, contract, ports.
+Imports: coordinator.transaction, coordinator.pauses, coordinator.operations, coordinator.fleet, contract, ports.
 
 Start with ``healer.py`` (``Healer.look`` notices a stage, ``Healer.heal`` runs) and ``sources.py`` (``needs_heal``;
 ``Sources.of``: the checkpoint or stage, or the reason why there is no heal source; ``Sources.obtainable``: the same for

@@ -21,7 +21,7 @@ from rlctl.coordinator.fleet.capabilities import unsupported
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import surplus
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.verbs.continue_when_resident import Waking
+from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
 from rlctl.v1.fleet_pb2 import Pause, StageReport
 from rlctl.v1.verbs_pb2 import (

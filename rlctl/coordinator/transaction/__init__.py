@@ -3,7 +3,7 @@
 Decides the order pause, prepare, write, commit, flush, verify, publish, admit, resume; which targets are lost; and
 whether the evidence suffices. No stage serves a version before its publish.
 
-Imports: coordinator.verbs, coordinator.operations, coordinator.fleet, contract, ports.
+Imports: coordinator.pauses, coordinator.operations, coordinator.fleet, contract, ports.
 
 Start with ``planner.py`` (``Planner.plan``: version and groups, or the refusal; ``Planner.targets``: the choice of the
 targets; ``Planner._digest_key``: the key of keyed digests), then ``update.py`` (``Update``: state, and the steps up to

@@ -21,13 +21,13 @@ from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.collective_fanout import has_left
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.owner import Owner
 from rlctl.coordinator.transaction.planner import pause_mode
 from rlctl.coordinator.transaction.request_targets import RequestTargets
 from rlctl.coordinator.transaction.timeline import UpdateTimeline
 from rlctl.coordinator.transaction.verification_levels import Expected, Level
-from rlctl.coordinator.verbs.continue_when_resident import Waking
 from rlctl.ports import Put
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import (

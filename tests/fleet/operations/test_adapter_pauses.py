@@ -15,8 +15,8 @@ from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.coordinator.verbs import pause as pausing
-from rlctl.coordinator.verbs import pause_expiry
+from rlctl.coordinator.pauses import pause as pausing
+from rlctl.coordinator.pauses import pause_expiry
 from rlctl.engine import Call, EngineInfo
 from rlctl.sdk import aio
 from rlctl.stage.state_machine import Stage

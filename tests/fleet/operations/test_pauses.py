@@ -14,8 +14,8 @@ from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.coordinator.verbs import pause as pausing
-from rlctl.coordinator.verbs import pause_expiry as lifting
+from rlctl.coordinator.pauses import pause as pausing
+from rlctl.coordinator.pauses import pause_expiry as lifting
 from rlctl.engine import Call, EngineConfig, EngineInfo
 from rlctl.ports import Delete, Put
 from rlctl.stage.server import StageConfig, StageServer

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from rlctl.contract.errors import RlctlError
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.verbs.pause import Pausing
+from rlctl.coordinator.pauses.pause import Pausing
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, RequestHeader, Target
 from rlctl.v1.journal_pb2 import PauseRecord
 from rlctl.v1.results_pb2 import Operation

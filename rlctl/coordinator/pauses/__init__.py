@@ -1,4 +1,4 @@
-"""Pause and continue by name: the verbs that change the fleet's record as well as stages.
+"""Pauses and continues by name: they change the fleet's record as well as stages.
 
 Decides when a pause by name is in force, when the ``ttl`` ends it, and when a stage that is ASLEEP continues. If a
 target does not confirm a pause, the operation fails, and the stages that have paused continue. A target is REJECTED
