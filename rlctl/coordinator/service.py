@@ -30,7 +30,6 @@ from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot, enable, names
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
-from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
@@ -223,14 +222,14 @@ class Coordinator:
         timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
         if self.implicit.takes(request):
             joined = await self.implicit.run(request, timeout_s)
-            return await self._joined(joined, wait=not getattr(request, "is_async", False))
+            return await self.implicit.answer(joined, wait=not getattr(request, "is_async", False))
         if isinstance(request, UpdateWeightsFromDiskRequest):
             replayed = self.operations.known(_header(request).request_id, request) is not None
             run = await self._disk.update(request, timeout_s)
-            return await self._answer(run, replayed=replayed, wait=not request.is_async)
+            return await run.answer(replayed=replayed, wait=not request.is_async)
         if isinstance(request, LoadAdapterRequest):
             replayed = self.operations.known(_header(request).request_id, request) is not None
-            return await self._answer(await self._disk.load_adapter(request, timeout_s), replayed=replayed)
+            return await (await self._disk.load_adapter(request, timeout_s)).answer(replayed=replayed)
         if not verb.mutates(request) or _header(request).validate_only:
             return await self._ask(verb, request, timeout_s)
         existing = self.operations.known(_header(request).request_id, request)
@@ -243,7 +242,7 @@ class Coordinator:
                 await self.updates.go_first(verb.name, targets, timeout_s)
             existing = self.operations.known(_header(request).request_id, request)  # repeat of a faster call
         run = existing or await self._submit(verb, request, timeout_s)
-        return await self._answer(run, replayed=existing is not None)
+        return await run.answer(replayed=existing is not None)
 
     async def _ask(self, verb: Verb, request: Message, timeout_s: float) -> Operation:
         """Carry out a read, without a record or a wait for writes. Or validate a write (``validate_only``)."""
@@ -332,15 +331,7 @@ class Coordinator:
                 case ResumeMemoryRequest() if not update_id:
                     await self._waking.resume(request, targets, run, deadline)
                 case _:
-                    run.cancel = lambda: self._fanout.cancel(targets, run.operation.operation_id, "1")
-                    await self._fanout.run(
-                        command,
-                        targets,
-                        operation_id=run.operation.operation_id,
-                        step="1",
-                        deadline=deadline,
-                        on_result=run.add,
-                    )
+                    await self._fanout.step(command, targets, run, deadline)
 
         if isinstance(request, PauseGenerationRequest) and not update_id:
             pause.mark_paused_later(excluded)
@@ -406,22 +397,6 @@ class Coordinator:
             raise Reason.DEADLINE_EXCEEDED.error("the time was up when the request arrived")
         return timeout_s
 
-    async def _joined(self, joined: Joined, *, wait: bool = True) -> Operation:
-        answer = await self._answer(joined.run, replayed=joined.replayed, wait=wait)
-        self.implicit.joining.answered(joined)
-        return answer
-
-    async def _answer(self, run: Run, *, replayed: bool = False, wait: bool = True) -> Operation:
-        """Return the ended operation, which continues if the caller disconnects. Raises the cause of a refusal."""
-        if wait:
-            await run.ended.wait()
-        if run.refused is not None:
-            raise run.refused
-        answer = Operation()
-        answer.CopyFrom(run.operation)
-        answer.replayed = replayed
-        return answer
-
     # Weight updates.
 
     async def begin_weight_update(self, request: BeginWeightUpdateRequest) -> BeginWeightUpdateResponse:
@@ -444,22 +419,22 @@ class Coordinator:
     async def commit_weight_update(self, request: CommitWeightUpdateRequest) -> Operation:
         check(request)
         if not request.update_id:
-            return await self._joined(await self.implicit.commit(request))
-        return await self._answer(await self.updates.commit(request))
+            return await self.implicit.answer(await self.implicit.commit(request))
+        return await (await self.updates.commit(request)).answer()
 
     async def commit_batch(self, request: CommitBatchRequest) -> CommitBatchResponse:
         """Commit a batch of a rolling update in place."""
         check(request)
         follows = await self.updates.commit_batch(request)
         if isinstance(follows, Run):
-            return CommitBatchResponse(header=self.roster.header(), ended=await self._answer(follows))
+            return CommitBatchResponse(header=self.roster.header(), ended=await follows.answer())
         return CommitBatchResponse(header=self.roster.header(), next=follows)
 
     async def abort_weight_update(self, request: AbortWeightUpdateRequest) -> Operation:
         check(request)
         cause = from_detail(request.error) if request.error.reason else None
         run = await self.updates.abort(request.update_id, request.fencing_token, request.reason, cause)
-        return await self._answer(run)
+        return await run.answer()
 
     async def renew_lease(self, request: RenewLeaseRequest) -> RenewLeaseResponse:
         check(request)
@@ -475,7 +450,7 @@ class Coordinator:
 
     async def get_operation(self, request: rpc.GetOperationRequest) -> Operation:
         run = self.operations.get(request.operation_id)
-        answer = await self._answer(run, wait=False)
+        answer = await run.answer(wait=False)
         run.write_timeline()
         if run.record.HasField("timeline"):
             answer.timeline.CopyFrom(run.record.timeline)
@@ -515,7 +490,7 @@ class Coordinator:
             run.give_up()
             if run.operation.update_id == run.operation.operation_id:
                 await self.updates.abort(run.operation.update_id, 0, "cancelled by CancelOperation")
-        return await self._answer(run)
+        return await run.answer()
 
     # The fleet.
 
@@ -728,7 +703,7 @@ class Coordinator:
         check(request)
         timeout_s = seconds(request.header.timeout) if request.header.HasField("timeout") else None
         replayed = self.operations.known(request.header.request_id, request) is not None
-        return await self._answer(await self.updates.heal(request, timeout_s), replayed=replayed)
+        return await (await self.updates.heal(request, timeout_s)).answer(replayed=replayed)
 
     async def _reported(self, slot: Slot) -> None:
         """Take in a report of a stage: publish a first version or a first digest, and clear orphans."""

@@ -16,7 +16,7 @@ from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.fanout import Fanout
-from rlctl.coordinator.operations.operations import Operations
+from rlctl.coordinator.operations.operations import Operations, Run
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.commit import Commit
@@ -141,17 +141,17 @@ async def _published_first(self: Commit, expected: Any) -> None:
 _commit = Commit.commit
 
 
-async def _ended_with_its_caller(self: Coordinator, run: Any, **how: Any) -> Any:
+async def _ended_with_its_caller(self: Run, **how: Any) -> Any:
     """End an operation when its caller disconnects."""
     try:
-        return await _answer(self, run, **how)
+        return await _answer(self, **how)
     except asyncio.CancelledError:
-        if run.task is not None:
-            run.task.cancel()
+        if self.task is not None:
+            self.task.cancel()
         raise
 
 
-_answer = Coordinator._answer
+_answer = Run.answer
 
 
 def _by_order(self: Commander, message: Any) -> None:
@@ -209,7 +209,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "quarantine": [(Roster, "quarantine", _no_quarantine)],
     "second_stage": [(Coordinator, "_refuse_second", _everybody)],
     "serving_lease": [(Serving, "_refuse_without_lease", _nothing)],
-    "shielding": [(shielding, "shielded", lambda task: task), (Coordinator, "_answer", _ended_with_its_caller)],
+    "shielding": [(shielding, "shielded", lambda task: task), (Run, "answer", _ended_with_its_caller)],
     "silence": [(Peers, "silence", _not_silenced)],
     "verification": [(verification_levels, "judge_digests", _always_right)],
     "uncertain_end": [(UpdateState, "outcome", OUTCOME_REJECTED)],

@@ -18,6 +18,7 @@ from rlctl.coordinator.fleet.capabilities import incapable
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
+from rlctl.coordinator.operations.operations import Run
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,
@@ -173,6 +174,23 @@ class Fanout:
                 if slot.record.HasField("quarantine"):
                     self._peers.grant(slot)
         return [results[slot] for slot in slots]
+
+    async def step(
+        self,
+        request: Message,
+        slots: Sequence[Slot],
+        run: Run,
+        deadline: float,
+        *,
+        step: str = "1",
+        lenient: bool = False,
+    ) -> list[StageResult]:
+        """Run a step of an operation, which gets the results. A cancellation of the operation cancels the commands."""
+        operation_id = run.operation.operation_id
+        run.cancel = lambda: self.cancel(slots, operation_id, step)
+        return await self.run(
+            request, slots, operation_id=operation_id, step=step, deadline=deadline, on_result=run.add, lenient=lenient
+        )
 
     def cancel(self, slots: Sequence[Slot], operation_id: str, step: str) -> None:
         """Cancel commands that stages have not started. Unsent commands are not sent."""

@@ -143,6 +143,17 @@ class Run:
                 except Exception:
                     log.exception("%s %s has a partial timeline", self.operation.verb, self.operation.operation_id)
 
+    async def answer(self, *, replayed: bool = False, wait: bool = True) -> Operation:
+        """Return the ended operation, which continues if the caller disconnects. Raises the cause of a refusal."""
+        if wait:
+            await self.ended.wait()
+        if self.refused is not None:
+            raise self.refused
+        answer = Operation()
+        answer.CopyFrom(self.operation)
+        answer.replayed = replayed
+        return answer
+
     async def end(self) -> None:
         """Notify waiting callers of the end, and drop everything but the record."""
         self.cancel = _nothing

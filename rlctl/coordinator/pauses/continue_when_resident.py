@@ -72,11 +72,7 @@ class Waking:
         step: str,
         deadline: float,
     ) -> Sequence[StageResult]:
-        operation_id = run.operation.operation_id
-        run.cancel = lambda: self._fanout.cancel(targets, operation_id, step)
-        results = await self._fanout.run(
-            request, targets, operation_id=operation_id, step=step, deadline=deadline, on_result=run.add
-        )
+        results = await self._fanout.step(request, targets, run, deadline, step=step)
         if isinstance(request, ContinueGenerationRequest):
             done = {result.slot for result in results if result.outcome == OUTCOME_APPLIED}
             await self.forget([slot for slot in targets if slot.name in done])

@@ -72,17 +72,8 @@ class Pausing:
                     ),
                 )
             )
-            run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
             # Lenient: a paused stage must continue again, even if a full disk prevents the record.
-            results = await self._fanout.run(
-                request,
-                targets,
-                operation_id=operation_id,
-                step="1",
-                deadline=deadline,
-                on_result=run.add,
-                lenient=True,
-            )
+            results = await self._fanout.step(request, targets, run, deadline, lenient=True)
             missing = next((result.slot for result in results if not acknowledged(result, update=False)), "")
             absent = "" if missing else await self._generating(adapter, target, targets, deadline)
             if not missing and not absent:
@@ -157,11 +148,7 @@ class Pausing:
             continuing(targets, adapter),
             _reporting_kept(targets, adapter, run),
         ):
-            operation_id = run.operation.operation_id
-            run.cancel = lambda: self._fanout.cancel(targets, operation_id, "1")
-            results = await self._fanout.run(
-                request, targets, operation_id=operation_id, step="1", deadline=deadline, on_result=run.add
-            )
+            results = await self._fanout.step(request, targets, run, deadline)
             refused = [r.slot for r in results if r.outcome not in (OUTCOME_APPLIED, OUTCOME_SKIPPED)]
             if len(refused) < len(targets):
                 newer = self._roster.pauses.besides(earlier, adapter)

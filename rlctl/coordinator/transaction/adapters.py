@@ -137,10 +137,7 @@ async def unload(
     holder's result is APPLIED.
     """
     run.refuse_given_up()
-    run.cancel = lambda: context.fanout.cancel(targets, run.operation.operation_id, "1")
-    results = await context.fanout.run(
-        request, targets, operation_id=run.operation.operation_id, step="1", deadline=deadline, on_result=run.add
-    )
+    results = await context.fanout.step(request, targets, run, deadline)
     unchanged = all(r.outcome not in versions.POSSIBLY_DONE and r.error.reason != _NOT_FOUND for r in results)
     if not unchanged:
         async with context.roster.publishing:

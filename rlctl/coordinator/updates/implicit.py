@@ -38,7 +38,7 @@ from rlctl.coordinator.updates.group_formation import Gathering
 from rlctl.coordinator.updates.manager import Updates, vet_implicit
 from rlctl.coordinator.updates.written_tensors import WrittenTensors, names_of, reader_of
 from rlctl.v1.common_pb2 import STAGE_STATE_ASLEEP, Target
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL, Operation
 from rlctl.v1.update_pb2 import (
     DATA_PATH_BROADCAST,
     DATA_PATH_IPC,
@@ -152,6 +152,12 @@ class Implicit:
                 reader = reader_of(request)
                 return await self.joining.run(request, model, [reader] if reader else engines, write)
         raise AssertionError(f"{type(request).__name__} belongs to the table's way")
+
+    async def answer(self, joined: Joined, *, wait: bool = True) -> Operation:
+        """Return the operation of a call as :meth:`Run.answer`, and record that the call has an answer."""
+        answer = await joined.run.answer(replayed=joined.replayed, wait=wait)
+        self.joining.answered(joined)
+        return answer
 
     async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
         self._operations.refuse_excess("UnloadAdapter")
