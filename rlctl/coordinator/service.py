@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import NoReturn
 
 from google.protobuf.message import Message
@@ -16,25 +15,20 @@ from rlctl.command_stream.commander import Commander
 from rlctl.contract.access import Subject
 from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
-from rlctl.contract.quotas import counted, excess_reads
-from rlctl.contract.scopes import calling
 from rlctl.contract.validation import check
-from rlctl.contract.verbs import Verb, of_request, spoils
 from rlctl.coordinator.audit import KEPT_S, Audit
 from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.admitted_slots import AdmittedSlots
-from rlctl.coordinator.fleet.capabilities import incapable_all, refuse_keyed_check, refuse_unpaused
 from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.fleet.observer import Observer
 from rlctl.coordinator.fleet.roster import Roster
-from rlctl.coordinator.fleet.slot import Slot, enable, names
+from rlctl.coordinator.fleet.slot import Slot, enable
 from rlctl.coordinator.fleet.stage_links import ATTACH_S, SERVING_LEASE_S, Peers
 from rlctl.coordinator.journal.records import parsed
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
 from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
-from rlctl.coordinator.pauses import pause
 from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.coordinator.pauses.pause import Pausing
 from rlctl.coordinator.pauses.pause_expiry import Lifting
@@ -45,13 +39,14 @@ from rlctl.coordinator.transaction.transfer import Transfer
 from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.implicit import Implicit
 from rlctl.coordinator.updates.manager import Graces, Updates
+from rlctl.coordinator.verbs.carrier import Carrier
+from rlctl.coordinator.verbs.routes import Parts
 from rlctl.ports import Clock, Dialer, Journal, Put
 from rlctl.v1 import coordinator_pb2 as rpc
-from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.control_pb2 import Attach, Attached, ControlRequest, ControlResponse
 from rlctl.v1.fleet_pb2 import Fleet, FleetEvent, StageRegistration
-from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord, OperationRecord
-from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_RUNNING, ExcludedStage, Operation
+from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
+from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING, Operation
 from rlctl.v1.update_pb2 import (
     AbortWeightUpdateRequest,
     BeginWeightUpdateRequest,
@@ -64,19 +59,6 @@ from rlctl.v1.update_pb2 import (
     RenewLeaseRequest,
     RenewLeaseResponse,
     RetryWeightUpdateRequest,
-)
-from rlctl.v1.verbs_pb2 import (
-    CheckWeightsRequest,
-    ContinueGenerationRequest,
-    DestroyWeightsUpdateGroupRequest,
-    InitWeightsUpdateGroupRequest,
-    LoadAdapterRequest,
-    PauseGenerationRequest,
-    ResumeMemoryRequest,
-    UnloadAdapterRequest,
-    UpdateWeightsFromDiskRequest,
-    UpdateWeightsFromDistributedRequest,
-    UpdateWeightsFromTensorRequest,
 )
 from rlctl.version import CONTRACT_VERSION, __version__
 
@@ -97,9 +79,6 @@ LASTS_S = 1.0
 
 MOST_REFUSED = 100
 """Most refused slots that are logged."""
-
-REPLY_S = 0.5
-"""Seconds of a call's deadline, at most a tenth, kept so that the answer arrives before the caller disconnects."""
 
 
 class Coordinator:
@@ -134,8 +113,6 @@ class Coordinator:
         self._dialer = dialer
         self._clock = clock
         self._raising = asyncio.Lock()
-        self._reads: Counter[str] = Counter()
-        """Reads of stages under way, by principal."""
         self._refused: set[str] = set()
         """Refused slots and addresses, as logged."""
         self.roster = Roster(journal, clock, observer)
@@ -144,17 +121,18 @@ class Coordinator:
         self.operations = Operations(journal, self.roster, clock, self.audit, retained)
         self.keys = Keys(journal, self.operations.new_id)
         self._peers = Peers(self.roster, dialer, clock, journal, self._reported, lease_s=lease_s)
-        self._fanout = Fanout(self.roster, self._peers, clock)
-        context = Context(self.roster, self._peers, self._fanout, self.operations, journal, clock)
-        self._waking = Waking(context)
-        self._pausing = Pausing(context, self._waking)
-        self._lifting = Lifting(context, self._pausing, self.verb)
+        fanout = Fanout(self.roster, self._peers, clock)
+        context = Context(self.roster, self._peers, fanout, self.operations, journal, clock)
         groups = GroupBook()
         planner = Planner(self.roster, groups, self.operations.new_id, clock.new_key)
         transfer = Transfer(context, groups, planner)
         self.updates = Updates(context, groups, planner, transfer, heal_by_hand=heal_by_hand, graces=graces or Graces())
-        self._disk = FromDisk(context, self.updates, planner)
-        self.implicit = Implicit(context, self.updates, self._disk, planner, transfer)
+        disk = FromDisk(context, self.updates, planner)
+        self.implicit = Implicit(context, self.updates, disk, planner, transfer)
+        waking = Waking(context)
+        pausing = Pausing(context, waking)
+        self._carrier = Carrier(Parts(context, self.updates, self.implicit, disk, transfer, waking, pausing))
+        self._lifting = Lifting(context, pausing, self.verb)
 
     async def start(self) -> None:
         """Load the journal, then connect to the stages."""
@@ -216,186 +194,7 @@ class Coordinator:
         """Carry out a verb of the table. ``remaining_s``: time until the caller's deadline."""
         check(request)
         refuse_fence(request)
-        verb = of_request(request)
-        if not verb.implemented:
-            raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
-        timeout_s = self._timeout(request, verb.deadline_s, remaining_s)
-        if self.implicit.takes(request):
-            joined = await self.implicit.run(request, timeout_s)
-            return await self.implicit.answer(joined, wait=not getattr(request, "is_async", False))
-        if isinstance(request, UpdateWeightsFromDiskRequest):
-            replayed = self.operations.known(_header(request).request_id, request) is not None
-            run = await self._disk.update(request, timeout_s)
-            return await run.answer(replayed=replayed, wait=not request.is_async)
-        if isinstance(request, LoadAdapterRequest):
-            replayed = self.operations.known(_header(request).request_id, request) is not None
-            return await (await self._disk.load_adapter(request, timeout_s)).answer(replayed=replayed)
-        if not verb.mutates(request) or _header(request).validate_only:
-            return await self._ask(verb, request, timeout_s)
-        existing = self.operations.known(_header(request).request_id, request)
-        if existing is None and not _header(request).fence.update_id:
-            targets = self._targets(verb, request)[0]
-            if not self.implicit.flushed_in(request, targets):
-                self.operations.refuse_excess(verb.name)
-            await self.implicit.settle(request, targets)
-            if verb.waits:
-                await self.updates.go_first(verb.name, targets, timeout_s)
-            existing = self.operations.known(_header(request).request_id, request)  # repeat of a faster call
-        run = existing or await self._submit(verb, request, timeout_s)
-        return await run.answer(replayed=existing is not None)
-
-    async def _ask(self, verb: Verb, request: Message, timeout_s: float) -> Operation:
-        """Carry out a read, without a record or a wait for writes. Or validate a write (``validate_only``)."""
-        targets, excluded = self._targets(verb, request)
-        operation = Operation(
-            header=self.roster.header(),
-            operation_id=_header(request).request_id or self._clock.new_id(),
-            verb=verb.name,
-            targets=names(targets),
-            excluded=excluded,
-            model=_header(request).target.model,
-            create_time=self._clock.wall(),
-        )
-        if _header(request).validate_only:
-            self.updates.refuse_outsider(targets, _header(request).fence.update_id)
-            operation.validate_only = True
-            operation.state = OPERATION_STATE_OK
-            return operation
-        run = Run(OperationRecord(operation=operation))
-        with self._reading():
-            await self._fanout.run(
-                request,
-                targets,
-                operation_id=operation.operation_id,
-                step="1",
-                deadline=self._clock.now() + timeout_s,
-                on_result=run.add,
-            )
-        run.conclude()
-        run.operation.done_time.CopyFrom(self._clock.wall())
-        return run.operation
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Count a read of the caller within the block. Raises QUOTA_EXCEEDED."""
-        identity = calling.get()
-        if identity is None:
-            yield
-            return
-        refusal = excess_reads(identity.principal, self._reads[identity.principal.name])
-        if refusal is not None:
-            raise refusal
-        with counted(self._reads, identity.principal.name):
-            yield
-
-    async def _submit(self, verb: Verb, request: Message, timeout_s: float) -> Run:
-        update_id = _header(request).fence.update_id
-        targets, excluded = self._targets(verb, request)
-        joined = "" if update_id else self.implicit.flushed_in(request, targets)
-        if verb.waits and not joined:
-            self.updates.refuse_outsider(targets, update_id)
-        if isinstance(request, DestroyWeightsUpdateGroupRequest):
-            for model in {slot.model for slot in targets}:
-                self.implicit.joining.forget(model)
-        attempt = self.updates.attempt(update_id)  # a next attempt may be planned before the operation is on record
-        command = request
-        if joined:
-            command = type(request).FromString(request.SerializeToString())
-            _header(command).fence.update_id = joined
-
-        async def work(run: Run) -> None:
-            if not isinstance(request, UpdateWeightsFromDistributedRequest | UpdateWeightsFromTensorRequest):
-                run.refuse_given_up()  # a cancelled write must end the wait of its source
-            deadline = self._clock.now() + timeout_s
-            pauses = isinstance(request, PauseGenerationRequest) and not request.adapter
-            ends_serving = pauses or spoils(request)
-            async with self.roster.leaving(targets if ends_serving else ()):
-                await carry_out(run, deadline)
-
-        async def carry_out(run: Run, deadline: float) -> None:
-            match request:
-                case InitWeightsUpdateGroupRequest():
-                    await self.updates.join_group(request, targets, run, timeout_s)
-                case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
-                    await self.updates.receive(request, run, timeout_s, attempt)
-                case UnloadAdapterRequest():
-                    await self.updates.unload_adapter(request, targets, run, timeout_s)
-                case PauseGenerationRequest() if not update_id:
-                    await self._pausing.pause(request, targets, run, deadline)
-                    self.updates.look_after_all(request.header.target)
-                case ContinueGenerationRequest() if request.adapter:
-                    await self._pausing.go_on_with(request, targets, run, deadline)
-                    self.updates.look_after_all(request.header.target)
-                case ContinueGenerationRequest() if not update_id:
-                    await self._pausing.go_on(request, targets, run, deadline)
-                case ResumeMemoryRequest() if not update_id:
-                    await self._waking.resume(request, targets, run, deadline)
-                case _:
-                    await self._fanout.step(command, targets, run, deadline)
-
-        if isinstance(request, PauseGenerationRequest) and not update_id:
-            pause.mark_paused_later(excluded)
-        return await self.operations.start(
-            request,
-            verb=verb.name,
-            targets=targets,
-            excluded=excluded,
-            work=work,
-            exclusive=verb.waits and not (update_id or joined),
-            model=_header(request).target.model,
-            update_id=update_id,
-            step=bool(joined),
-        )
-
-    def _targets(self, verb: Verb, request: Message) -> tuple[list[Slot], list[ExcludedStage]]:
-        header = _header(request)
-        if verb.in_update and not header.validate_only:
-            if not header.fence.update_id:
-                raise Reason.FIELD_REQUIRED.error(
-                    f"{verb.name} belongs to an update",
-                    field="header.fence.update_id",
-                    next_step="Begin an update first.",
-                )
-            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
-        elif header.fence.update_id:
-            targets, excluded = self.updates.targets(header.fence.update_id, request), list[ExcludedStage]()
-        elif isinstance(request, UnloadAdapterRequest):
-            targets, excluded = self.updates.adapter_holders(request)
-        else:
-            targets, excluded = self.roster.select(header.target)
-        if isinstance(request, PauseGenerationRequest | ContinueGenerationRequest) and request.adapter:
-            self._refuse_unknown_adapter(request.adapter, targets)
-        if isinstance(request, PauseGenerationRequest) and request.adapter:
-            refuse_unpaused(targets, request)
-        if isinstance(request, CheckWeightsRequest):
-            refuse_keyed_check(targets, request)
-        missing = incapable_all(targets, request)
-        if missing is not None:
-            raise Reason.UNSUPPORTED_BY_ALL.error(
-                f"none of {len(targets)} stages can do {verb.name}: {missing.message}", field=missing.field
-            )
-        return targets, excluded
-
-    def _refuse_unknown_adapter(self, adapter: str, targets: Sequence[Slot]) -> None:
-        """Raise ADAPTER_NOT_FOUND for an adapter that no target or its model has, and that no pause names."""
-        models = sorted({slot.model for slot in targets})
-        published = {entry.name for model in models for entry in self.roster.models[model].record.adapters}
-        loaded = {entry.name for slot in targets if slot.report is not None for entry in slot.report.adapters}
-        paused = {name for slot in targets for name in (*slot.adapter_pauses, *slot.paused_adapters)}
-        if adapter not in published | loaded | paused:
-            raise Reason.ADAPTER_NOT_FOUND.error(
-                f"{', '.join(models)} has no adapter {adapter!r}; it has: {', '.join(sorted(published)) or 'none'}",
-                field="adapter",
-            )
-
-    def _timeout(self, request: Message, default_s: float, remaining_s: float | None) -> float:
-        header = _header(request)
-        timeout_s = seconds(header.timeout) if header.HasField("timeout") else default_s
-        if remaining_s is not None:
-            timeout_s = min(timeout_s, remaining_s - min(REPLY_S, remaining_s / 10))
-        if timeout_s <= 0:
-            raise Reason.DEADLINE_EXCEEDED.error("the time was up when the request arrived")
-        return timeout_s
+        return await self._carrier.carry_out(request, remaining_s)
 
     # Weight updates.
 
@@ -727,8 +526,3 @@ def _refuse_epoch(attached: Attached, field: str) -> None:
             field=field,
             next_step="Restart its engine: it then obeys no epoch.",
         )
-
-
-def _header(request: Message) -> RequestHeader:
-    header: RequestHeader = request.header  # type: ignore[attr-defined]
-    return header

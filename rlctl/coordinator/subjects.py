@@ -11,7 +11,7 @@ from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.operations.operations import Operations
-from rlctl.coordinator.updates.implicit import Implicit
+from rlctl.coordinator.verbs.routes import is_implicit
 from rlctl.v1.common_pb2 import RequestHeader, Target
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
@@ -99,7 +99,7 @@ def _targeted(request: Message, header: RequestHeader, roster: Roster) -> frozen
     target, named = header.target, _named(header.target, roster)
     if isinstance(request, BeginWeightUpdateRequest):
         models = _of_engine(request.model, header.for_slot if request.implicit else "", roster)
-    elif isinstance(request, CommitWeightUpdateRequest) or (hasattr(request, "header") and Implicit.takes(request)):
+    elif isinstance(request, CommitWeightUpdateRequest) or (hasattr(request, "header") and is_implicit(request)):
         models = _of_engine(target.model, header.for_slot, roster)
     else:
         models = named or frozenset(slot.model for slot in roster.covered(Target(stages=target.stages)))

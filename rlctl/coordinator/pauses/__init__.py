@@ -6,6 +6,5 @@ if a continue has ended the pause in the meantime.
 
 Imports: coordinator.operations, coordinator.fleet, contract, ports.
 
-Start with ``pause.py`` (``Pausing.pause``). A verb that changes only stages has no code here: ``Coordinator.verb`` in
-``coordinator/service.py`` fans it out.
+Start with ``pause.py`` (``Pausing.pause``).
 """

@@ -19,6 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, taken_back
+from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
 from rlctl.coordinator.operations.context import Context
@@ -28,7 +29,6 @@ from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
 from rlctl.v1.fleet_pb2 import Pause
 from rlctl.v1.journal_pb2 import PauseRecord
-from rlctl.v1.results_pb2 import ExcludedStage
 from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 
 TAKE_BACK_S = 5.0
@@ -213,9 +213,17 @@ def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:
     return end
 
 
-def mark_paused_later(excluded: Sequence[ExcludedStage]) -> None:
-    for stage in excluded:
-        stage.reason = PAUSED_LATER
+def refuse_unknown_adapter(roster: Roster, adapter: str, targets: Sequence[Slot]) -> None:
+    """Raise ADAPTER_NOT_FOUND for an adapter that no target or its model has, and that no pause names."""
+    models = sorted({slot.model for slot in targets})
+    published = {entry.name for model in models for entry in roster.models[model].record.adapters}
+    loaded = {entry.name for slot in targets if slot.report is not None for entry in slot.report.adapters}
+    paused = {name for slot in targets for name in (*slot.adapter_pauses, *slot.paused_adapters)}
+    if adapter not in published | loaded | paused:
+        raise Reason.ADAPTER_NOT_FOUND.error(
+            f"{', '.join(models)} has no adapter {adapter!r}; it has: {', '.join(sorted(published)) or 'none'}",
+            field="adapter",
+        )
 
 
 @contextlib.contextmanager

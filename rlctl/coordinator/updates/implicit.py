@@ -51,12 +51,9 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_FULL,
     UPDATE_KIND_PARTIAL,
     UPDATE_KIND_UNSPECIFIED,
-    ContinueGenerationRequest,
-    FlushCacheRequest,
     GetModelInfoRequest,
     InitWeightsUpdateGroupRequest,
     LoadAdapterRequest,
-    ResumeMemoryRequest,
     UnloadAdapterRequest,
     UpdateKind,
     UpdateOptions,
@@ -100,21 +97,6 @@ class Implicit:
         """Tensors written so far, by update."""
         self._unended: dict[str, Run] = {}
         """By model: a client's update that a version or a continue has committed before the client's end."""
-
-    @staticmethod
-    def takes(request: Message) -> bool:
-        """Whether a verb is carried out here: without an update id, or from a client that addresses single engines."""
-        header = request.header  # type: ignore[attr-defined]
-        if header.validate_only or header.fence.update_id:
-            return False
-        match request:
-            case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
-                return True
-            case UpdateWeightsFromDiskRequest():
-                return bool(header.for_slot or header.unkeyed)
-            case InitWeightsUpdateGroupRequest() | LoadAdapterRequest() | UnloadAdapterRequest():
-                return bool(header.for_slot)
-        return False
 
     async def run(self, request: Message, timeout_s: float) -> Joined:
         """Return the operation of a verb, or the operation that the verb is part of."""
@@ -421,15 +403,11 @@ class Implicit:
             log.info("update %s of %s is partial", update.update_id, update.model.record.name)
         return error is not None
 
-    async def settle(self, request: Message, targets: Iterable[Slot]) -> None:
+    async def settle(self, targets: Iterable[Slot]) -> None:
         """Commit the open implicit updates of stages before generation continues or memory is resumed.
 
         An update without writes is dropped. Raises the cause if an update was not published.
         """
-        if not isinstance(request, ContinueGenerationRequest | ResumeMemoryRequest):
-            return
-        if isinstance(request, ContinueGenerationRequest) and request.adapter:
-            return
         for model in sorted({slot.model for slot in targets}):
             update = self._updates.implicit_of(model)
             if update is None:
@@ -445,13 +423,11 @@ class Implicit:
                 error.message = f"update {run.operation.operation_id} was not published: {error.message}"
                 raise error
 
-    def flushed_in(self, request: Message, targets: Sequence[Slot]) -> str:
-        """Return the open update that a flush is a step of, or "". The client does not name updates.
+    def flushed_in(self, targets: Sequence[Slot]) -> str:
+        """Return the open update that a flush of targets is a step of, or "". The client does not name updates.
 
         verl flushes after the last write.
         """
-        if not isinstance(request, FlushCacheRequest):
-            return ""
         models = {slot.model for slot in targets}
         update = self._updates.implicit_of(models.pop()) if len(models) == 1 else None
         if update is None or update.owner.decided.is_set():

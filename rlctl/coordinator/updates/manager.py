@@ -47,7 +47,6 @@ from rlctl.v1.update_pb2 import (
 )
 from rlctl.v1.verbs_pb2 import (
     Adapter,
-    InitWeightsUpdateGroupRequest,
     UnloadAdapterRequest,
 )
 
@@ -300,12 +299,6 @@ class Updates:
         for update in [*self._open.values(), *self._healer.updates()]:
             if slot in (*update.targets, *update.waiting):
                 raise in_progress(update.model)
-
-    async def join_group(
-        self, request: InitWeightsUpdateGroupRequest, targets: list[Slot], run: Run, timeout_s: float
-    ) -> None:
-        """Join every rank of the targets into a group."""
-        await self._transfer.join_group(request, targets, run, timeout_s)
 
     def adapter_holders(self, request: UnloadAdapterRequest) -> tuple[list[Slot], list[ExcludedStage]]:
         """Return the stages to unload an adapter at, and the excluded stages. Raises ADAPTER_NOT_FOUND."""

@@ -131,7 +131,7 @@ async def test_one_that_was_resumed_when_the_coordinator_died_is_let_go_on(make_
         await ok(fleet.stub.ContinueGeneration(LATER))
         slot = fleet.server.coordinator.roster.slot("a")
         # The resume as it is when the coordinator dies after its first step.
-        await fleet.server.coordinator._fanout.run(
+        await fleet.server.coordinator.updates._context.fanout.run(
             v.ResumeMemoryRequest(), [slot], operation_id="cut", step="1", deadline=time.monotonic() + 10
         )
         await eventually(lambda: fleet.stage("a").state == READY)

@@ -368,15 +368,15 @@ async def test_reads_of_stages_are_bounded_for_each_principal(
     ):
         async with blocked(fleet, "get_model_info"):
             first = asyncio.create_task(boss.call(read))
-            await eventually(lambda: fleet.server.coordinator._reads == {"boss": 1})
+            await eventually(lambda: fleet.server.coordinator._carrier._reads == {"boss": 1})
             refused = await refusal(boss.call(read))
             assert refused.message == "boss has 1 reads of stages under way; the limit of each principal is 1"
             assert "tokens limit" not in refused.next_step, "no other quota would help"
             other = asyncio.create_task(trainer.call(read))
-            await eventually(lambda: len(fleet.server.coordinator._reads) == 2)
+            await eventually(lambda: len(fleet.server.coordinator._carrier._reads) == 2)
         await asyncio.gather(first, other)
         assert await boss.call(read)
-        assert fleet.server.coordinator._reads == {}
+        assert fleet.server.coordinator._carrier._reads == {}
 
 
 async def test_a_full_stage_refuses_requests_of_all_principals_and_the_sdk_waits(

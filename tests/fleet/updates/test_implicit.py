@@ -395,7 +395,7 @@ async def test_a_flush_is_a_step_of_the_update_that_is_open(fleet: InProcessFlee
         assert flushed.state == OPERATION_STATE_OK, flushed.error
     coordinator = fleet.server.coordinator
     restarted = [Slot(slot.record) for slot in coordinator.roster.slots.values()]
-    assert coordinator.implicit.flushed_in(v.FlushCacheRequest(), restarted), "also of a stage that was restarted"
+    assert coordinator.implicit.flushed_in(restarted), "also of a stage that was restarted"
     assert (await end(fleet)).state == OPERATION_STATE_OK
     assert (await fleet.stub.FlushCache(keyed)).replayed
 
