@@ -128,7 +128,7 @@ class Coordinator:
         transfer = Transfer(context, groups, planner)
         self.updates = Updates(context, groups, planner, transfer, heal_by_hand=heal_by_hand, graces=graces or Graces())
         disk = FromDisk(context, self.updates, planner)
-        self.implicit = Implicit(context, self.updates, disk, planner, transfer)
+        self.implicit = Implicit(context, self.updates, planner, transfer)
         waking = Waking(context)
         pausing = Pausing(context, waking)
         self._carrier = Carrier(Parts(context, self.updates, self.implicit, disk, transfer, waking, pausing))

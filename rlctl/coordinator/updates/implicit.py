@@ -16,7 +16,8 @@ import asyncio
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -33,7 +34,6 @@ from rlctl.coordinator.transaction.planner import Planner, in_progress
 from rlctl.coordinator.transaction.rename_version import relabel
 from rlctl.coordinator.transaction.transfer import Transfer, Write
 from rlctl.coordinator.transaction.update import Update
-from rlctl.coordinator.updates.from_disk import FromDisk
 from rlctl.coordinator.updates.group_formation import Gathering
 from rlctl.coordinator.updates.manager import Updates, vet_implicit
 from rlctl.coordinator.updates.written_tensors import WrittenTensors, names_of, reader_of
@@ -53,11 +53,8 @@ from rlctl.v1.verbs_pb2 import (
     UPDATE_KIND_UNSPECIFIED,
     GetModelInfoRequest,
     InitWeightsUpdateGroupRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
     UpdateKind,
     UpdateOptions,
-    UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
@@ -78,9 +75,7 @@ OWNER = "a client that names no update"
 class Implicit:
     """The implicit updates of all models, and the coalesced calls of their clients."""
 
-    def __init__(
-        self, context: Context, updates: Updates, disk: FromDisk, planner: Planner, transfer: Transfer
-    ) -> None:
+    def __init__(self, context: Context, updates: Updates, planner: Planner, transfer: Transfer) -> None:
         self._context = context
         self._roster = context.roster
         self._operations = context.operations
@@ -88,7 +83,6 @@ class Implicit:
         self._planner = planner
         self._transfer = transfer
         self._updates = updates
-        self._disk = disk
         self.joining = updates.joining
         self._gathering = Gathering(self.joining)
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -98,8 +92,11 @@ class Implicit:
         self._unended: dict[str, Run] = {}
         """By model: a client's update that a version or a continue has committed before the client's end."""
 
-    async def run(self, request: Message, timeout_s: float) -> Joined:
-        """Return the operation of a verb, or the operation that the verb is part of."""
+    async def run(self, request: Message, timeout_s: float, start: Callable[[], Coroutine[Any, Any, Run]]) -> Joined:
+        """Return the operation of a verb, or the operation that the verb is part of.
+
+        ``start``: accepts the request as one for the whole model.
+        """
         header = request.header  # type: ignore[attr-defined]
         model = self._model(header.target, header.for_slot)
         header.target.CopyFrom(Target(model=model))
@@ -120,45 +117,17 @@ class Implicit:
                     )  # fmt: skip
 
                 return await self._gathering.run(request, engine, self._targets, form, timeout_s)
-            case UpdateWeightsFromDiskRequest():
-                disk = functools.partial(self._disk.update, request, timeout_s)
-                return await self.joining.run(request, model, engines, disk)
-            case LoadAdapterRequest():
-                load = functools.partial(self._disk.load_adapter, request, timeout_s)
-                return await self.joining.run(request, model, engines, load)
-            case UnloadAdapterRequest():
-                unload = functools.partial(self._unload, request, model, timeout_s)
-                return await self.joining.run(request, model, engines, unload)
             case UpdateWeightsFromDistributedRequest() | UpdateWeightsFromTensorRequest():
                 write = functools.partial(self._write, request, model, timeout_s)
                 reader = reader_of(request)
                 return await self.joining.run(request, model, [reader] if reader else engines, write)
-        raise AssertionError(f"{type(request).__name__} belongs to the table's way")
+        return await self.joining.run(request, model, engines, start)
 
     async def answer(self, joined: Joined, *, wait: bool = True) -> Operation:
         """Return the operation of a call as :meth:`Run.answer`, and record that the call has an answer."""
         answer = await joined.run.answer(replayed=joined.replayed, wait=wait)
         self.joining.answered(joined)
         return answer
-
-    async def _unload(self, request: UnloadAdapterRequest, model: str, timeout_s: float) -> Run:
-        self._operations.refuse_excess("UnloadAdapter")
-        await self._updates.go_first("UnloadAdapter", self._updates.adapter_holders(request)[0], timeout_s)
-        targets, excluded = self._updates.adapter_holders(request)
-        self._updates.refuse_outsider(targets, "")
-
-        async def work(run: Run) -> None:
-            await self._updates.unload_adapter(request, targets, run, timeout_s)
-
-        return await self._operations.start(
-            request,
-            verb="UnloadAdapter",
-            targets=targets,
-            excluded=excluded,
-            work=work,
-            exclusive=True,
-            model=model,
-        )
 
     # Open.
 

@@ -306,19 +306,6 @@ class Updates:
         slots, excluded = self._roster.select(Target(model=model.record.name))
         return adapters.holders(request, model, slots), excluded
 
-    async def unload_adapter(
-        self, request: UnloadAdapterRequest, targets: list[Slot], run: Run, timeout_s: float
-    ) -> None:
-        """Unload an adapter. The model loses the adapter once a stage may have unloaded the adapter."""
-        await adapters.unload(
-            request,
-            self._roster.models[targets[0].model],
-            targets,
-            run,
-            self._clock.now() + timeout_s,
-            self._context,
-        )
-
     def attempt(self, update_id: str) -> int:
         """Return the present attempt of an update; 0 if the update is not open."""
         update = self._open.get(update_id)

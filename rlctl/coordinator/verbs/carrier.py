@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -45,7 +46,8 @@ class Carrier:
         timeout_s = _timeout(request.header, verb.deadline_s, remaining_s)
         wait = not getattr(request, "is_async", False)
         if is_implicit(request):
-            return await self._implicit.answer(await self._implicit.run(request, timeout_s), wait=wait)
+            start = functools.partial(self._start, verb, request, timeout_s)
+            return await self._implicit.answer(await self._implicit.run(request, timeout_s, start), wait=wait)
         if route.opens is None and (request.header.validate_only or not verb.mutates(request)):
             return await self._ask(verb, request, timeout_s)
         existing = self._known(request)
@@ -57,6 +59,14 @@ class Carrier:
                 existing = self._known(request)  # repeat of a faster call
             run = existing or await self._submit(verb, request, timeout_s)
         return await run.answer(replayed=existing is not None, wait=wait)
+
+    async def _start(self, verb: Verb, request: Any, timeout_s: float) -> Run:
+        """Accept a new request without an update id."""
+        opens = route_of(request).opens
+        if opens is not None:
+            return await opens(self._parts.disk, request, timeout_s)
+        await self._go_first(verb, request, timeout_s)
+        return await self._submit(verb, request, timeout_s)
 
     def _known(self, request: Any) -> Run | None:
         return self._operations.known(request.header.request_id, request)
@@ -118,8 +128,9 @@ class Carrier:
         if route.leaves_groups:
             for model in {slot.model for slot in targets}:
                 self._implicit.joining.forget(model)
-        for stage in excluded if route.absent else ():
-            stage.reason = route.absent
+        if route.absent:
+            for stage in excluded:
+                stage.reason = route.absent
         attempt = self._updates.attempt(update_id)  # a next attempt may be planned before the operation is on record
         command = request
         if joined:
