@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -11,28 +12,24 @@ from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.operations.operations import Operations
-from rlctl.coordinator.verbs.routes import is_implicit
+from rlctl.coordinator.verbs.routes import is_implicit, route_of
 from rlctl.v1.common_pb2 import RequestHeader, Target
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
-from rlctl.v1.verbs_pb2 import (
-    ContinueGenerationRequest,
-    LoadAdapterRequest,
-    PauseGenerationRequest,
-    UnloadAdapterRequest,
-    UpdateWeightsFromDiskRequest,
-)
+from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest, UnloadAdapterRequest
 
 _SELECTING = frozenset({"header", "model", "update_id", "operation_id"})
 """Fields that select a part of the fleet."""
 
-_UNFENCED = (BeginWeightUpdateRequest, UpdateWeightsFromDiskRequest, LoadAdapterRequest)
-"""Requests that open an update, and so belong to no open update."""
+
+def _opens_update(request: Message) -> bool:
+    """Whether a request opens an update, and so belongs to no open update."""
+    return isinstance(request, BeginWeightUpdateRequest) or route_of(request).opens is not None
 
 
-def refuse_fence(request: Message) -> None:
+def refuse_fence(request: Any) -> None:
     """Raise FIELD_CONFLICT for a request with a fence that would be ignored."""
-    if isinstance(request, _UNFENCED) and request.header.fence.update_id:
+    if _opens_update(request) and request.header.fence.update_id:
         raise Reason.FIELD_CONFLICT.error(
             f"{request.DESCRIPTOR.name.removesuffix('Request')} opens an update of its own",
             field="header.fence.update_id",
@@ -55,7 +52,7 @@ def subject_of(request: Message, roster: Roster, operations: Operations) -> Subj
     if named:
         operation = _operation(operations, named)
         return Subject(_every(roster), adapter) if operation is None else _of(operation, roster)
-    if "update_id" not in fields and not isinstance(request, _UNFENCED):
+    if "update_id" not in fields and not _opens_update(request):
         update = _update(operations, header.fence.update_id)
         if update is not None:
             return _fenced(request, header, _of(update, roster), roster)

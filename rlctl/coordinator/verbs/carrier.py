@@ -14,9 +14,9 @@ from rlctl.contract.quotas import counted, excess_reads
 from rlctl.contract.scopes import calling
 from rlctl.contract.verbs import Verb, of_request
 from rlctl.coordinator.fleet.capabilities import incapable_all
-from rlctl.coordinator.fleet.slot import names
+from rlctl.coordinator.fleet.slot import Slot, names
 from rlctl.coordinator.operations.operations import Run
-from rlctl.coordinator.verbs.routes import Call, Parts, Selection, is_implicit, route_of
+from rlctl.coordinator.verbs.routes import Call, Parts, is_implicit, route_of
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.journal_pb2 import OperationRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, ExcludedStage, Operation
@@ -156,7 +156,7 @@ class Carrier:
             step=bool(joined),
         )
 
-    def _targets(self, verb: Verb, request: Any) -> Selection:
+    def _targets(self, verb: Verb, request: Any) -> tuple[list[Slot], list[ExcludedStage]]:
         header, route = request.header, route_of(request)
         if header.fence.update_id:
             targets, excluded = self._updates.targets(header.fence.update_id, request), list[ExcludedStage]()

@@ -50,7 +50,7 @@ class Call:
     attempt: int
 
 
-Selection = tuple[list[Slot], list[ExcludedStage]]
+Selection = Callable[[Parts, Any], tuple[list[Slot], list[ExcludedStage]]]
 Work = Callable[[Parts, Call], Awaitable[object]]
 
 
@@ -58,20 +58,8 @@ def _always(_: Any) -> bool:
     return True
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
 def _for_slot(header: RequestHeader) -> bool:
     return bool(header.for_slot)
-
-
-def _select(parts: Parts, request: Any) -> Selection:
-    return parts.context.roster.select(request.header.target)
-
-
-async def _fan_out(parts: Parts, call: Call) -> None:
-    await parts.context.fanout.step(call.request, call.targets, call.run, call.deadline)
 
 
 @dataclass(frozen=True)
@@ -94,17 +82,17 @@ class Route:
         of_adapter: route of a request that names an adapter; None: this route.
     """
 
-    implicit: Callable[[RequestHeader], bool] = _never
+    implicit: Callable[[RequestHeader], bool] = lambda _: False
     opens: Callable[[FromDisk, Any, float], Awaitable[Run]] | None = None
-    selects: Callable[[Parts, Any], Selection] = _select
+    selects: Selection = lambda parts, request: parts.context.roster.select(request.header.target)
     refuses: Callable[[Parts, Any, Sequence[Slot]], None] = lambda *_: None
     settles: bool = False
     joins_update: bool = False
     absent: str = ""
     leaves_groups: bool = False
     despite_cancel: bool = False
-    ends_serving: Callable[[Any], bool] = _never
-    work: Work = _fan_out
+    ends_serving: Callable[[Any], bool] = lambda _: False
+    work: Work = lambda parts, call: parts.context.fanout.step(call.request, call.targets, call.run, call.deadline)
     by_name: Work | None = None
     of_adapter: Route | None = None
 
