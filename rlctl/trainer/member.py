@@ -20,6 +20,7 @@ _SAYS_LITTLE = (
     Reason.CANCELLED,
     Reason.DEADLINE_EXCEEDED,
     Reason.UNREACHABLE,
+    Reason.TLS_FAILED,
     Reason.LINK_LOST,
     Reason.TRAINER_RANK_LOST,
 )

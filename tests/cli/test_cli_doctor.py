@@ -95,7 +95,8 @@ def test_a_fleet_with_certificates_is_looked_at_and_backed_up_with_one(
         backup = rlctl("journal", "backup", str(tmp_path / "backup.db"))
     assert (ran.code, backup.code) == (0, 0), backup.err
     assert of(ran.data, "certificate", "links", "addresses") == [
-        ("certificate", "warning"),
+        ("rlctl://lab/client/test", "warning"),
+        ("certificates", "ok"),
         ("stages", "ok"),
         ("addresses", "ok"),
     ]

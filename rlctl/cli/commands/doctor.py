@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 
 import click
@@ -50,9 +49,7 @@ def _of_fleet(settings: Settings) -> list[Finding]:
     endpoint = settings.endpoint
     try:
         with bounded(settings) as connection:
-            tls = settings.tls
-            expires = tls.material.expires.timestamp() - time.time() if tls else None
-            readings = read_fleet(connection, endpoint, expires)
+            readings = read_fleet(connection, endpoint, settings.tls or None)
     except RlctlError as error:
         return [unreachable(endpoint, error)]
     return [finding for check in FLEET_CHECKS for finding in check(readings)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +18,8 @@ from rlctl.cli.render import stages as roster
 from rlctl.cli.render import values
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime.addresses import is_loopback, split
+from rlctl.transport.tls.files import not_valid_now, renewal
+from rlctl.transport.tls.identity import Identity, Role
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_FAILED,
     STAGE_STATE_JOINING,
@@ -31,7 +33,10 @@ from rlctl.v1.verbs_pb2 import GetServerInfoRequest, ServerInfo
 from rlctl.version import CONTRACT_VERSION, __version__
 
 if TYPE_CHECKING:
+    from cryptography import x509
+
     from rlctl.sdk.blocking import Fleet as Connection
+    from rlctl.transport.tls.credentials import Tls
 
 ANSWER_S = 10.0
 REACH_S = 2.0
@@ -62,6 +67,21 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """A certificate of a process.
+
+    Attributes:
+        identity: in the certificate.
+        valid_s: time until the certificate expires, seconds; negative: it has expired.
+        invalid: reason why it is not valid by this host's clock, or "".
+    """
+
+    identity: Identity
+    valid_s: float
+    invalid: str = ""
+
+
+@dataclass(frozen=True)
 class FleetReadings:
     """The readings for the checks of a fleet.
 
@@ -71,7 +91,8 @@ class FleetReadings:
         answers: answers of stages, by slot; a stage that was not called has no entry.
         reached: reason why this host does not reach an address, by address; "": reached.
         admitted: slots of the fleet's topology; None: no topology, or hidden from this caller.
-        valid_s: time until this caller's certificate expires, seconds; None: the connection is plain text.
+        certificates: of this caller, the coordinator and the stages that present one; None: the connection is plain
+            text.
     """
 
     endpoint: str
@@ -81,11 +102,13 @@ class FleetReadings:
     answers: Mapping[str, Answer] = field(default_factory=dict)
     reached: Mapping[str, str] = field(default_factory=dict)
     admitted: Sequence[str] | None = None
-    valid_s: float | None = None
+    certificates: Sequence[Certificate] | None = None
 
 
-def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = None) -> FleetReadings:
-    """Take the readings of a fleet; ``valid_s``: of this caller's certificate. Raises the coordinator's error."""
+def read_fleet(connection: Connection, endpoint: str, tls: Tls | None = None) -> FleetReadings:
+    """Take the readings of a fleet; ``tls``: of this caller. Raises the coordinator's error."""
+    from rlctl.transport.tls.diagnosis import presented
+
     began, before = time.monotonic(), time.time()
     fleet = connection.status()
     took_s, after = time.monotonic() - began, time.time()
@@ -101,6 +124,8 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
     addresses = [address for stage in fleet.stages for _, address in _addresses(stage)]
     with ThreadPoolExecutor(REACHERS) as pool:
         connection_errors = dict(zip(addresses, pool.map(_unreached, addresses), strict=True))
+        admins = [endpoint, *(stage.registration.address for stage in fleet.stages)]
+        certificates = None if tls is None else list(_certificates(tls, pool.map(presented, admins)))
     admitted = None
     try:
         slots = connection.admit((), (), validate_only=True)
@@ -108,7 +133,13 @@ def read_fleet(connection: Connection, endpoint: str, valid_s: float | None = No
     except RlctlError:
         pass
     clock_s = ahead_s(fleet.header.observed_at, before, after)
-    return FleetReadings(endpoint, fleet, took_s, clock_s, answers, connection_errors, admitted, valid_s)
+    return FleetReadings(endpoint, fleet, took_s, clock_s, answers, connection_errors, admitted, certificates)
+
+
+def _certificates(tls: Tls, servers: Iterable[tuple[Identity, x509.Certificate] | None]) -> Iterator[Certificate]:
+    for identity, certificate in filter(None, [(tls.identity, tls.material.certificate), *servers]):
+        valid_s = certificate.not_valid_after_utc.timestamp() - time.time()
+        yield Certificate(identity, valid_s, not_valid_now(certificate))
 
 
 def _infos(connection: Connection) -> Sequence[StageResult]:
@@ -141,23 +172,29 @@ def check_coordinator(fleet: FleetReadings) -> Iterator[Finding]:
 
 
 def check_certificate(fleet: FleetReadings) -> Iterator[Finding]:
-    """Check this caller's certificate. An expired certificate prevents the connection, and is reported there."""
-    if fleet.valid_s is None:
+    """Check the certificates of this caller, the coordinator and the stages.
+
+    An expired certificate of this caller or the coordinator prevents the connection, and is reported there.
+    """
+    if fleet.certificates is None:
         yield ok("certificate", "transport", "plain text")
         return
-    observation = f"expires in {fleet.valid_s / DAY_S:.0f} days"
-    if fleet.valid_s < RENEW_DAYS * DAY_S:
-        mend = (
-            "Renew it: `rlctl certs issue DIRECTORY client/NAME`. Certificates of servers that were issued at the same "
-            "time expire at the same time, unless `rlctl up` renews them."
-        )
-        yield warning("certificate", "certificate", observation, mend)
-    else:
-        yield ok("certificate", "certificate", observation)
+    valid = []
+    for certificate in fleet.certificates:
+        identity, days = certificate.identity, certificate.valid_s / DAY_S
+        if certificate.invalid:
+            yield failure("certificate", str(identity), f"it {certificate.invalid}", renewal(identity))
+        elif days < RENEW_DAYS:
+            yield warning("certificate", str(identity), f"expires in {days:.0f} days", renewal(identity))
+        else:
+            valid.append(days)
+    if valid:
+        observation = f"{len(valid)} of {len(fleet.certificates)} valid for {min(valid):.0f} days at least"
+        yield ok("certificate", "certificates", observation)
 
 
 def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
-    """Compare the wall clocks of coordinator and stages with this host's."""
+    """Compare the wall clocks of coordinator and stages with this host's. Leases and time limits need no wall clock."""
     clocks = {"coordinator": fleet.clock_s}
     clocks |= {slot: answer.clock_s for slot, answer in fleet.answers.items() if not answer.error}
     close_count = 0
@@ -167,7 +204,7 @@ def check_clocks(fleet: FleetReadings) -> Iterator[Finding]:
             continue
         observation = f"{values.elapsed(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's"
         verdict = failure if abs(ahead) > FAR_CLOCK_S else warning
-        mend = "Run an NTP client on both hosts, and see `timedatectl`."
+        mend = "See `timedatectl` on both hosts, and run an NTP client on the host that is wrong."
         yield verdict("clocks", f"clock of {name}", observation, mend)
     if close_count:
         yield ok("clocks", "clocks", f"{close_count} of {len(clocks)} within {CLOCK_S:g} s of this host's")
@@ -213,6 +250,7 @@ def check_engines(fleet: FleetReadings) -> Iterator[Finding]:
 def check_links(fleet: FleetReadings) -> Iterator[Finding]:
     """Check that the coordinator reaches the stages and gets answers, and that the stages are registered."""
     sound_count = 0
+    invalid = {each.identity.path: renewal(each.identity) for each in fleet.certificates or () if each.invalid}
     for stage in fleet.fleet.stages:
         slot = stage.registration.slot
         subject, why = f"stage {slot}", roster.why_not(stage)
@@ -222,7 +260,8 @@ def check_links(fleet: FleetReadings) -> Iterator[Finding]:
             mend = f"`rlctl describe stage {slot}` has the last lines of its log; then `rlctl restart {slot}`."
             yield failure("links", subject, f"{state}: {why}", mend)
         elif stage.state in (STAGE_STATE_UNREACHABLE, STAGE_STATE_JOINING):
-            yield failure("links", subject, f"{state}: {why}" if why else state, _mend_link(stage))
+            mend = invalid.get(f"{Role.STAGE}/{slot}") or _mend_link(stage)
+            yield failure("links", subject, f"{state}: {why}" if why else state, mend)
         elif answer.error:
             mend = f"`rlctl logs {slot}`; a rank that hangs ends with `rlctl restart {slot}`."
             yield failure("links", subject, f"{state}, and does not answer: {answer.error}", mend)

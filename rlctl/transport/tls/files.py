@@ -79,14 +79,18 @@ class Material:
     Attributes:
         ca: PEM. As ``cert`` and ``key``.
         identity: in the certificate.
-        expires: end of the certificate's validity.
+        certificate: the first of ``cert``, parsed.
     """
 
     ca: bytes = field(repr=False)
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)
     identity: Identity
-    expires: datetime.datetime
+    certificate: x509.Certificate = field(repr=False)
+
+    @property
+    def expires(self) -> datetime.datetime:
+        return self.certificate.not_valid_after_utc
 
 
 class TlsMaterial:
@@ -106,23 +110,37 @@ class TlsMaterial:
         """Stamps of the files at the last failed attempt."""
         self._retry = 0.0
         self._trouble = ""
+        self._ended: Material | None = None
+        """Content whose end is logged."""
 
     def now(self) -> Material:
         with self._lock:
-            stamp = self._stamps()
-            if stamp == self._stamp or (stamp == self._failed and time.monotonic() < self._retry):
-                return self._now
-            try:
-                self._now = self._again()
-            except RlctlError as error:
-                # Unreadable files may become readable without a further change.
-                self._failed, self._retry = stamp, time.monotonic() + RETRY_S
-                if error.message != self._trouble:
-                    log.error("%s; the earlier certificate stays in use until %s", error, self._now.expires)
-                self._trouble = error.message
-            else:
-                self._stamp, self._failed, self._trouble = stamp, None, ""
+            material = self._present()
+            if material is not self._ended and datetime.datetime.now(datetime.UTC) > material.expires:
+                self._ended = material
+                log.error(
+                    "%s: %s expired at %s; peers refuse new connections until it is renewed",
+                    self.files.cert,
+                    material.identity,
+                    material.expires,
+                )
+            return material
+
+    def _present(self) -> Material:
+        stamp = self._stamps()
+        if stamp == self._stamp or (stamp == self._failed and time.monotonic() < self._retry):
             return self._now
+        try:
+            self._now = self._again()
+        except RlctlError as error:
+            # Unreadable files may become readable without a further change.
+            self._failed, self._retry = stamp, time.monotonic() + RETRY_S
+            if error.message != self._trouble:
+                log.error("%s; the earlier certificate stays in use until %s", error, self._now.expires)
+            self._trouble = error.message
+        else:
+            self._stamp, self._failed, self._trouble = stamp, None, ""
+        return self._now
 
     def _again(self) -> Material:
         material = read(self.files)
@@ -161,26 +179,57 @@ def read(files: TlsFiles) -> Material:
     certificate = chain[0]
     if private.public_key() != certificate.public_key():
         raise _invalid(files.key, "key", f"it is not the key of {files.cert}")
-    now = datetime.datetime.now(datetime.UTC)
-    if now > certificate.not_valid_after_utc:
-        raise _invalid(files.cert, "cert", f"it expired at {certificate.not_valid_after_utc}")
-    if now < certificate.not_valid_before_utc:
-        raise _invalid(files.cert, "cert", f"it is valid from {certificate.not_valid_before_utc} on only")
-    if not any(_issued(chain[-1], authority) for authority in authorities):
-        raise _invalid(files.cert, "cert", f"it was not issued by the CA in {files.ca}")
     identity = _identity(files.cert, certificate)
-    return Material(
-        _content(files.ca, "ca"), _content(files.cert, "cert"), key, identity, certificate.not_valid_after_utc
+    if why := not_valid_now(certificate):
+        raise _invalid(files.cert, "cert", f"it {why}", renewal(identity))
+    issuers = [authority for authority in authorities if _issued(chain[-1], authority)]
+    if not issuers:
+        raise _invalid(files.cert, "cert", f"it was not issued by the CA in {files.ca}")
+    if all(map(not_valid_now, issuers)):
+        why = f"the CA that issued {files.cert} {not_valid_now(issuers[0])}"
+        raise _invalid(files.ca, "ca", why, NEW_CA)
+    return Material(_content(files.ca, "ca"), _content(files.cert, "cert"), key, identity, certificate)
+
+
+def not_valid_now(certificate: x509.Certificate) -> str:
+    """Return why a certificate is not valid by this host's clock, or ""."""
+    now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    if now > certificate.not_valid_after_utc:
+        return f"expired at {certificate.not_valid_after_utc}, and this host's clock says {now}"
+    if now < certificate.not_valid_before_utc:
+        return f"is valid from {certificate.not_valid_before_utc} on, and this host's clock says {now}"
+    return ""
+
+
+def renewal(identity: Identity) -> str:
+    """Return the next step for a certificate that is not valid now."""
+    return (
+        f"If the clock is right: `rlctl certs issue DIR {identity.path}` where the key of the CA is; the process reads"
+        " the new files without a restart. If the clock is wrong: `timedatectl`."
     )
+
+
+NEW_CA = (
+    "If the clock is right: make a CA in another directory (`rlctl certs init`), and issue all certificates from it"
+    " (docs/tls.md). If the clock is wrong: `timedatectl`."
+)
+"""Next step for a CA that is not valid now."""
+
+
+def names_of(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    """Return the alternative names of a certificate."""
+    from cryptography import x509
+
+    try:
+        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectAlternativeName([])
 
 
 def _identity(path: Path, certificate: x509.Certificate) -> Identity:
     from cryptography import x509
 
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
+    names = names_of(certificate)
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     identity = only_identity(uris)
     if identity is None:
@@ -218,5 +267,5 @@ def _content(path: Path, name: str) -> bytes:
         raise _invalid(path, name, f"it cannot be read: {error.strerror}") from None
 
 
-def _invalid(path: Path, name: str, why: str) -> RlctlError:
-    return Reason.TLS_INVALID.error(f"{path}: {why}", field=f"tls_{name}")
+def _invalid(path: Path, name: str, why: str, next_step: str = "") -> RlctlError:
+    return Reason.TLS_INVALID.error(f"{path}: {why}", field=f"tls_{name}", next_step=next_step)

@@ -15,9 +15,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.cli.doctor import fleet as of_fleet
 from rlctl.cli.doctor import host as of_host
 from rlctl.cli.doctor.findings import Finding, Verdict, size
-from rlctl.cli.doctor.fleet import Answer, FleetReadings
+from rlctl.cli.doctor.fleet import Answer, Certificate, FleetReadings
 from rlctl.cli.doctor.host import Gpus, HostReadings, Plugin, Space
 from rlctl.contract.errors import Reason
+from rlctl.transport.tls.identity import Identity
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DIRTY,
     STAGE_STATE_FAILED,
@@ -166,6 +167,9 @@ UNHEALABLE = stage("a", STAGE_STATE_DIRTY, not_routable="DIRTY: it broke, UNHEAL
 ENDED = stage(
     "a", STAGE_STATE_UNREACHABLE, not_routable="UNREACHABLE: killed", engine_failure=EngineFailure(reason="killed")
 )
+ALICE = Certificate(Identity.of("rlctl://lab/client/alice"), 80 * 86400.0)
+ENDS_SOON = Certificate(Identity.of("rlctl://lab/stage/a"), 3 * 86400.0)
+ENDED_ONE = Certificate(Identity.of("rlctl://lab/stage/a"), -60.0, "expired at noon")
 SILENT = {"a": Answer(error="TIMED_OUT")}
 
 
@@ -180,7 +184,15 @@ SILENT = {"a": Answer(error="TIMED_OUT")}
             "5m00s ahead",
             "NTP",
         ),
-        (of_fleet.check_certificate, fleet_of(valid_s=3 * 86400.0), WARNING, "in 3 days", "certs issue"),
+        (
+            of_fleet.check_certificate,
+            fleet_of(certificates=[ALICE, ENDS_SOON]),
+            WARNING,
+            "in 3 days",
+            "DIR stage/a`",
+        ),
+        (of_fleet.check_certificate, fleet_of(certificates=[ALICE, ENDED_ONE]), FAILURE, "it expired", "DIR stage/a`"),
+        (of_fleet.check_links, fleet_of(LOST, certificates=[ENDED_ONE]), FAILURE, "link is lost", "DIR stage/a`"),
         (of_fleet.check_versions, fleet_of(coordinator=(1, "0.0.1")), WARNING, "rlctl 0.0.1", "one release"),
         (of_fleet.check_versions, fleet_of(stage("a", contract=CONTRACT_VERSION + 2)), FAILURE, "contract", "N-1"),
         (of_fleet.check_versions, fleet_of(stage("a", contract=CONTRACT_VERSION + 1)), WARNING, "contract", "N-1"),
@@ -255,8 +267,8 @@ def test_the_addresses_of_a_failed_stage_are_not_looked_for() -> None:
 
 
 def test_a_certificate_that_is_valid_for_long_is_ok() -> None:
-    (finding,) = of_fleet.check_certificate(fleet_of(valid_s=80 * 86400.0))
-    assert (finding.verdict, finding.seen) == (OK, "expires in 80 days")
+    (finding,) = of_fleet.check_certificate(fleet_of(certificates=[ALICE, ALICE]))
+    assert (finding.verdict, finding.seen) == (OK, "2 of 2 valid for 80 days at least")
 
 
 def test_the_time_of_a_look_is_no_difference_of_clocks() -> None:

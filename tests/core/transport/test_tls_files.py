@@ -9,9 +9,11 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -112,6 +114,47 @@ def test_an_expired_certificate_is_refused(authority: Authority) -> None:
     files = authority.issue("stage/a", days=1, begins=days_ago(2))
     with pytest.raises(RlctlError, match="it expired at"):
         read(files)
+
+
+def test_a_certificate_that_is_not_valid_yet_is_refused(authority: Authority) -> None:
+    files = authority.issue("stage/a", begins=days_ago(-2))
+    with pytest.raises(RlctlError, match=r"a\.crt: it is valid from .* on, and this host's clock says") as caught:
+        read(files)
+    assert "rlctl certs issue DIR stage/a" in caught.value.next_step
+    assert "timedatectl" in caught.value.next_step
+
+
+def test_a_certificate_of_an_expired_ca_is_refused(authority: Authority) -> None:
+    files = authority.issue("stage/a")
+    ca = x509.load_pem_x509_certificate(files.ca.read_bytes())
+    builder = x509.CertificateBuilder(ca.issuer, ca.subject, ca.public_key(), serial_number=1)
+    builder = builder.not_valid_before(days_ago(3)).not_valid_after(days_ago(1))
+    for extension in ca.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    key: Any = load_pem_private_key(authority.key.read_bytes(), None)
+    files.ca.write_bytes(builder.sign(key, SHA256()).public_bytes(Encoding.PEM))
+    with pytest.raises(RlctlError, match=r"ca\.crt: the CA that issued .*a\.crt expired at") as caught:
+        read(files)
+    assert "rlctl certs init" in caught.value.next_step
+
+
+def test_the_end_of_a_certificate_in_use_is_logged_once(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    material = TlsMaterial(authority.issue("stage/a"))
+    assert material.now().expires > days_ago(-89)
+    assert not caplog.text
+    later = days_ago(-91)
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return later
+
+    monkeypatch.setattr(tls_files_module.datetime, "datetime", Later)
+    for _ in range(2):
+        assert material.now().identity.name == "a", "it stays in use: connections go on"
+    assert caplog.text.count("rlctl://lab/stage/a expired at") == 1
 
 
 def test_a_certificate_of_another_role_or_slot_is_refused(authority: Authority) -> None:

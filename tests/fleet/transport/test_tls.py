@@ -246,6 +246,32 @@ async def test_a_renewed_certificate_is_used_for_new_connections_without_a_resta
         await server.stop()
 
 
+async def test_a_certificate_that_has_expired_is_named_with_its_time_and_the_next_step(
+    make_fleet: Callable, authority: Authority
+) -> None:
+    async with make_fleet(authority=authority, a=1) as fleet:
+        address = fleet.server.address
+        begins = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1, seconds=-3)
+        authority.issue("coordinator", days=1, begins=begins)
+        bob = Tls(authority.issue("client/bob", days=1, begins=begins))
+        ends = f"expired at {begins + datetime.timedelta(days=1):%F %T}+00:00, and this host's clock says"
+        await serial(address, bob, Role.COORDINATOR)  # the server reads its files at a handshake
+        await asyncio.sleep(4)
+
+        alice = of(authority, "client/alice")
+        error = await refused(aio.connect(address, tls=alice, timeout_s=5))
+        assert error.reason is Reason.TLS_FAILED
+        assert f"{address}: its certificate, of rlctl://lab/coordinator, {ends}" in error.message
+        assert "`rlctl certs issue DIR coordinator`" in error.next_step
+
+        authority.issue("coordinator")
+        async with await aio.connect(address, tls=alice, timeout_s=5) as client:
+            assert (await client.status()).stages[0].routable
+        error = await refused(aio.connect(address, tls=bob, timeout_s=5))
+        assert f"it refused {bob.files.cert} (rlctl://lab/client/bob), which {ends}" in error.message
+        assert "`rlctl certs issue DIR client/bob`" in error.next_step
+
+
 async def test_the_ranks_of_a_trainer_are_joined_over_mtls(authority: Authority) -> None:
     members = Members(2)
     with pytest.raises(RlctlError, match="this process needs trainer or coordinator"):
