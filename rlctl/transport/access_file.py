@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -143,7 +142,7 @@ class AccessFile:
     """The principals of a file, reread after changes. Safe on several threads.
 
     Attributes:
-        revision: grows with each reread of the file, and when a token expires.
+        revision: grows with each reread of the file, and when a token expires or, by a clock set back, is valid again.
     """
 
     path: Path
@@ -154,7 +153,8 @@ class AccessFile:
     _seen: tuple[int, int, int] | None = None
     _looked: float = 0.0
     _trouble: str = ""
-    _next_expiry: float = math.inf
+    _valid: frozenset[str] = frozenset()
+    """Hashes of the tokens that were valid at the last look."""
 
     def __post_init__(self) -> None:
         """Read the file. Raises FIELD_INVALID."""
@@ -166,6 +166,14 @@ class AccessFile:
         self.refresh()
         entry = self._by_hash.get(hash_of(token))
         return entry[0] if entry is not None and entry[1].valid(time.time()) else None
+
+    def expiry(self, token: str) -> str:
+        """Return when a token of the file has expired, as a text; "": the file has no such token."""
+        principal, found = self._by_hash.get(hash_of(token), (None, None))
+        if principal is None or found is None or found.expires is None:
+            return ""
+        expired, now = _written(found.expires), _written(time.time())
+        return f"the token {found.id} of {principal.name} expired at {expired}, and the server's clock says {now}"
 
     def of_certificate(self, uri: str) -> Principal | None:
         self.refresh()
@@ -181,8 +189,10 @@ class AccessFile:
         if now - self._looked < LOOK_S:
             return
         self._looked = now
-        if time.time() >= self._next_expiry:
-            self._take_expiries()
+        valid = self._valid_now()
+        if valid != self._valid:
+            self._valid = valid
+            self.revision += 1
         stamp = self._stamp()
         if stamp == self._seen:
             return
@@ -203,13 +213,12 @@ class AccessFile:
             hashes.update({token.sha256: (principal, token) for token in entry.tokens})
             certificates.update(dict.fromkeys(entry.certificates, principal))
         self._by_hash, self._by_certificate, self._by_name = hashes, certificates, names
-        self._take_expiries()
-
-    def _take_expiries(self) -> None:
-        now = time.time()
-        expiries = (token.expires for _, token in self._by_hash.values() if token.expires is not None)
-        self._next_expiry = min((expiry for expiry in expiries if expiry > now), default=math.inf)
+        self._valid = self._valid_now()
         self.revision += 1
+
+    def _valid_now(self) -> frozenset[str]:
+        now = time.time()
+        return frozenset(sha256 for sha256, (_, token) in self._by_hash.items() if token.valid(now))
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:

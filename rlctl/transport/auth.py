@@ -33,6 +33,9 @@ ON_BEHALF_OF = "x-rlctl-on-behalf-of"
 CLIENT, USER = "x-rlctl-client", "x-rlctl-user"
 """``NAME/VERSION`` of the calling program, and its ``user@host``, as stated by the caller."""
 
+NEW_TOKEN = "If the clock is right, an admin of the fleet makes a new token: `rlctl tokens new NAME`."
+"""Next step for an expired token."""
+
 MOST_STATED = 128
 """Longest kept text of each, in characters."""
 
@@ -139,6 +142,8 @@ class Access:
             # Hashes are compared, so that the time of a comparison says nothing of the token.
             if self._fleet and hmac.compare_digest(hash_of(token), self._fleet):
                 return FLEET
+            if self._file is not None and (expired := self._file.expiry(token)):
+                raise Reason.TOKEN_INVALID.error(expired, next_step=NEW_TOKEN)
             raise Reason.TOKEN_INVALID.error()
         if certificate is None or self._file is None:
             raise Reason.TOKEN_MISSING.error()

@@ -259,7 +259,17 @@ def test_an_expired_token_is_invalid(access: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RlctlError) as caught:
         file.authenticate(dict(bearer("watcher")))
     assert caught.value.reason is Reason.TOKEN_INVALID
+    assert caught.value.message == (
+        f"the token {hash_of('watcher')[:8]} of watcher expired at 1970-01-01T00:33:20+00:00, "
+        "and the server's clock says 1970-01-01T00:33:20+00:00"
+    )
+    assert "rlctl tokens new" in caught.value.next_step
     assert file.revision > before, "streams are asked again"
+    with pytest.raises(RlctlError, match="is not the server's"):
+        file.authenticate(dict(bearer("another")))
+    for set_to in (1500.0, 2500.0):  # the clock is set back, and passes the time once more
+        before, now = file.revision, set_to
+        assert file.revision > before, now
 
 
 async def test_a_gateway_speaks_for_others_and_nobody_else_does(fleet: InProcessFleet) -> None:
