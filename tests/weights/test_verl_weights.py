@@ -13,7 +13,9 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlctl.contract.errors import Unsupported
+from rlctl.integrations.verl import incarnations
 from rlctl.integrations.verl.weights import TrainingWeights
+from rlctl.v1.fleet_pb2 import Fleet, Model
 from rlctl.weights.tensor.source import WeightSource, left_out, spares_of
 from rlctl.weights.tensor.tied_names import Spare
 
@@ -66,3 +68,13 @@ def test_under_fsdp_1_the_module_is_wrapped() -> None:
 def test_adapters_are_to_be_merged() -> None:
     with pytest.raises(Unsupported, match="Set it to true"):
         TrainingWeights(Engine(llama(tied=False), peft_config=object()))
+
+
+def test_a_trainer_that_starts_is_newer_than_the_one_before_also_by_a_slower_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = [Model(name="actor", trainer_incarnation=5000), Model(name="critic", trainer_incarnation=9000)]
+    fleet: Any = SimpleNamespace(status=lambda: Fleet(models=models))
+    for now, incarnation in ((7000.0, 7000), (4000.0, 5001)):
+        monkeypatch.setattr(incarnations.time, "time", lambda now=now: now)
+        assert incarnations.next_incarnation(fleet, "actor") == incarnation

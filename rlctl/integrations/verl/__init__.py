@@ -2,5 +2,6 @@
 
 Imports: trainer, rollout, weights.tensor, contract.
 
-Start with ``checkpoint_engine.py`` (``FleetCheckpointEngine``). ``weights.py`` reads the weights of a training engine.
+Start with ``checkpoint_engine.py`` (``FleetCheckpointEngine``). ``weights.py`` reads the weights of a training engine;
+``incarnations.py`` fences the trainer of before.
 """

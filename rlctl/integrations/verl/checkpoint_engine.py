@@ -8,7 +8,6 @@ ranks of verl's trainer are the ranks of the update: all ranks gather while rank
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 
 import rlctl
 from rlctl.contract.errors import Reason
+from rlctl.integrations.verl.incarnations import next_incarnation
 from rlctl.integrations.verl.weights import TrainingWeights
 from rlctl.rollout.requests import GENERATE_S
 from rlctl.weights.tensor.cuda_ordering import trainer_stream
@@ -113,15 +113,14 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _join(self) -> Publisher:
         """Make the publisher. A restarted trainer is a new incarnation, because it may resume at an earlier step."""
-        is_lead = dist.get_rank() == 0
+        fleet = rlctl.connect(self._settings.coordinator) if dist.get_rank() == 0 else None
         settings = {
             "trainer_group": dist.group.WORLD if dist.get_world_size() > 1 else None,
             "bucket_bytes": self._bucket_bytes,
             "host": ray.util.get_node_ip_address().strip("[]"),
-            "incarnation": int(time.time()),
+            "incarnation": 0 if fleet is None else next_incarnation(fleet, self._settings.model),
             **self._settings.publisher,
         }
-        fleet = rlctl.connect(self._settings.coordinator) if is_lead else None
         return rlctl.publisher(fleet, self._settings.model, **settings)
 
 
