@@ -28,7 +28,7 @@ class Clock(Protocol):
         """Return monotonic seconds of the running event loop's clock, the clock of deadlines and leases."""
 
     def wall(self) -> Timestamp:
-        """Return wall time, for display only."""
+        """Return wall time: for people, and for few decisions (docs/decisions, "The wall clock decides little")."""
 
     def new_id(self) -> str:
         """Return a fresh UUIDv7."""

@@ -446,7 +446,8 @@ class Reason(enum.Enum):
     REQUEST_ID_EXPIRED = (
         PreconditionFailed,
         "The request_id is older than the kept records, so whether its call was carried out is unknown.",
-        "Look at the fleet, then repeat the call under a new id.",
+        "Look at the fleet, then repeat the call under a new id. If that id is refused too, the clock of the caller's "
+        "host is behind: `rlctl doctor` there.",
     )
     REQUEST_ID_REUSED = (
         Conflict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -26,6 +27,11 @@ MOST_DENIALS = 10_000
 KEPT_S = 90 * 86_400.0
 """Lifetime of a record, in seconds."""
 
+EXPIRED_AT_ONCE = 2
+"""Most records that a new record drops because of their age. A wall clock that is years ahead for a while would
+otherwise clear the audit.
+"""
+
 MOST_SLOTS = 16
 """Most slots that a record names."""
 
@@ -47,7 +53,7 @@ class Audit:
         self._most = most
         self._most_denials = most_denials
         self._records: dict[str, bytes] = {}
-        """By key. A key begins with the time. Bytes take a fifth of the memory of messages."""
+        """By key, oldest first. A key begins with the time. Bytes take a fifth of the memory of messages."""
         self._denials: dict[str, None] = {}
         """Keys of the records of denied calls, oldest first."""
 
@@ -87,12 +93,12 @@ class Audit:
             log.warning("%s of %s is not in the audit: %s", record.method, record.caller.principal, error)
 
     def newest_first(self, request: ListAuditRecordsRequest) -> Iterator[tuple[str, AuditRecord]]:
-        """Yield the records that a request selects, with keys."""
+        """Yield the records that a request selects, with keys, by their time: the wall clock may have been set."""
         since = request.since.ToNanoseconds() if request.HasField("since") else 0
-        for key, body in reversed(self._records.items()):
+        for key in sorted(self._records, reverse=True):
             if request.page_token and key >= request.page_token:
                 continue
-            record = parsed(KIND, key, body, AuditRecord)
+            record = parsed(KIND, key, self._records[key], AuditRecord)
             if record.time.ToNanoseconds() < since:
                 return
             if request.principal in ("", record.caller.principal) and (record.denied or not request.denied):
@@ -108,8 +114,9 @@ class Audit:
 
     def _expired(self, now: Timestamp) -> Iterator[Delete]:
         oldest = f"{max(0, now.ToNanoseconds() - self._kept_ns):020d}"
-        while next(iter(self._records)) < oldest:
-            yield self._drop(next(iter(self._records)))
+        for key in list(itertools.islice(self._records, EXPIRED_AT_ONCE)):
+            if key < oldest:
+                yield self._drop(key)
         while len(self._denials) > self._most_denials:
             yield self._drop(next(iter(self._denials)))
         while len(self._records) > self._most:  # denials first

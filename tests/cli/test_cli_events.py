@@ -123,8 +123,8 @@ def test_each_operation_begins_once_and_ends_once(changes: Changes) -> None:
         return [(event.name, event.after) for event in changes.of_operations(operations)]
 
     running, ok = OPERATION_STATE_RUNNING, OPERATION_STATE_OK
-    assert told_of(operation(1, ok), operation(2, running)) == []
-    assert told_of(operation(1, ok), operation(2, ok), operation(3, running)) == [("o2", "OK"), ("o3", "RUNNING")]
+    assert told_of(operation(2, running), operation(1, ok)) == []
+    assert told_of(operation(3, running), operation(2, ok), operation(1, ok)) == [("o2", "OK"), ("o3", "RUNNING")]
     assert changes.unlisted([operation(4, ok)]) == ["o3"]
     assert told_of(operation(4, ok), operation(3, OPERATION_STATE_FAILED)) == [
         ("o3", "FAILED"),
@@ -133,13 +133,17 @@ def test_each_operation_begins_once_and_ends_once(changes: Changes) -> None:
     ]
     assert told_of(operation(4, ok), operation(3, OPERATION_STATE_FAILED)) == []
     assert changes.may_be_cut([operation(5, ok), operation(6, ok)])
-    assert not changes.may_be_cut([operation(4, ok), operation(6, ok)])
+    assert not changes.may_be_cut([operation(6, ok), operation(4, ok)])
     named = operation(7, ok)
     named.caller.principal = "trainer"
-    assert [event.detail for event in changes.of_operations([operation(4, ok), named])] == [
+    assert [event.detail for event in changes.of_operations([named, operation(4, ok)])] == [
         "1 stage, by trainer",
         "0/1 confirmed, took 1.0s, by trainer",
     ]
+    by_a_clock_set_back = operation(-500, ok)
+    assert told_of(by_a_clock_set_back, named) == [("o-500", "RUNNING"), ("o-500", "OK")]
+    assert told_of() == []
+    assert told_of(by_a_clock_set_back, named) == [], "an empty list forgets nothing"
 
 
 def test_the_latest_operations_are_lines_oldest_first(rlctl: LiveFleet) -> None:

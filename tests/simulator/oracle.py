@@ -252,7 +252,8 @@ class Observer:
                     for going in self._going_on(adapter):
                         going.discard(result.slot)
         elif operation.verb == "PauseGeneration" and not operation.update_id:
-            ended, adapter = operation.done_time.ToNanoseconds(), operation.adapter
+            # To the microsecond: the end is the acceptance plus a time in floats.
+            ended, adapter = operation.done_time.ToMicroseconds() * 1000, operation.adapter
             record = self._recorded.get(operation.operation_id)
             # The pause of an adapter at a stage follows the record, and may be over before a drain is.
             results = operation.stage_results if record is not None or not adapter else ()

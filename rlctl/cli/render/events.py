@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ class Changes:
         self._stages: dict[str, Stage] = {}
         self._models: dict[str, Model] = {}
         self._running: dict[str, Operation] | None = None
-        self._newest = (0, "")
+        self._seen: set[str] = set()
+        """Operations of the previous list."""
 
     def of_fleet(self, event: FleetEvent) -> Iterator[Event]:
         """Yield the changes of a fleet event. The first event is the base of all changes."""
@@ -112,10 +114,14 @@ class Changes:
             self._models[model.name] = model
 
     def of_operations(self, listed: Sequence[Operation]) -> Iterator[Event]:
-        """Yield the begun and ended operations since the previous list, oldest first. The first list counts as seen."""
+        """Yield the begun and ended operations since the previous list, oldest first. The first list counts as seen.
+
+        ``listed``: newest first, from the newest operation to one of the previous list at least.
+        """
         first, running = self._running is None, self._running or {}
-        for operation in sorted(listed, key=_begun):
-            if _begun(operation) > self._newest or operation.operation_id in running:
+        fresh = {each.operation_id for each in itertools.takewhile(self._is_fresh, listed)}
+        for operation in reversed(listed):
+            if operation.operation_id in fresh or operation.operation_id in running:
                 if not first:
                     if operation.operation_id not in running:
                         yield started(operation)
@@ -124,7 +130,7 @@ class Changes:
                 running.pop(operation.operation_id, None)
                 if operation.state == OPERATION_STATE_RUNNING:
                     running[operation.operation_id] = operation
-        self._newest = max([self._newest, *map(_begun, listed)])
+        self._seen = {each.operation_id for each in listed} or self._seen
         self._running = running
 
     def unlisted(self, listed: Sequence[Operation]) -> list[str]:
@@ -133,7 +139,10 @@ class Changes:
 
     def may_be_cut(self, listed: Sequence[Operation]) -> bool:
         """Return whether the list is too short for all operations begun since the previous list."""
-        return self._running is not None and bool(listed) and all(_begun(each) > self._newest for each in listed)
+        return self._running is not None and bool(listed) and all(map(self._is_fresh, listed))
+
+    def _is_fresh(self, operation: Operation) -> bool:
+        return operation.operation_id not in self._seen
 
     def of_loss(self, error: RlctlError) -> Event:
         now = Timestamp()
@@ -168,10 +177,6 @@ def _by(operation: Operation) -> list[str]:
     """Return the caller, if the caller has a name."""
     has_name = operation.caller.principal not in ("", "anonymous")
     return [f"by {values.principal(operation.caller)}"] if has_name else []
-
-
-def _begun(operation: Operation) -> tuple[int, str]:
-    return operation.create_time.ToNanoseconds(), operation.operation_id
 
 
 def _of_stage(time: str, before: Stage | None, now: Stage) -> Iterator[Event]:

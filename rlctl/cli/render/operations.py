@@ -59,7 +59,7 @@ def confirmed(operation: Operation) -> str:
 
 
 def _line(operation: Operation, wide: bool) -> list[str]:
-    took = operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()
+    took = max(0, operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds())
     return [
         operation.operation_id,
         operation.verb,

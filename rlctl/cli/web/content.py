@@ -47,12 +47,29 @@ class Content:
             "about": f"{self._address} · epoch {fleet.header.fleet_epoch} · rlctl {fleet.rlctl_version}"
             f" · {datetime.now().astimezone():%Y-%m-%dT%H:%M:%S %Z}",
             "tables": [
-                _section("running", "Running operations", _running(running, fleet.stages)),
+                _section("running", "Running operations", self._running(running, fleet.stages)),
                 _section("models", "Models", models_table(fleet, wide=False)),
                 _section("stages", _title(len(fleet.stages)), stages_table(_first(fleet.stages), wide=False)),
                 _section("history", "History", self._listing()),
             ],
         }
+
+    def _running(self, running: Sequence[Operation], stages: Sequence[Stage]) -> Table:
+        headers = ("OPERATION", "VERB", "PROGRESS", "MODEL", "FOR", "PHASES", "STAGES", "PRINCIPAL")
+        rows = [
+            (
+                operation.operation_id,
+                operation.verb,
+                operations.confirmed(operation),
+                operation.model,
+                values.elapsed(time.monotonic() - self._coordinator.operations.get(operation.operation_id).begun_at),
+                "; ".join(timeline.running(operation)),
+                progress.states(operation, stages),
+                values.principal(operation.caller),
+            )
+            for operation in running
+        ]
+        return Table(headers, rows, frozenset({"PHASES", "MODEL"}))
 
     def _listing(self) -> Table:
         runs = self._coordinator.operations.newest_first("", OPERATION_STATE_UNSPECIFIED)
@@ -73,24 +90,6 @@ def _first(stages: Sequence[Stage]) -> Sequence[Stage]:
     if len(stages) <= MOST_STAGES:
         return stages
     return sorted(stages, key=lambda stage: stage.routable)[:MOST_STAGES]
-
-
-def _running(running: Sequence[Operation], stages: Sequence[Stage]) -> Table:
-    headers = ("OPERATION", "VERB", "PROGRESS", "MODEL", "FOR", "PHASES", "STAGES", "PRINCIPAL")
-    rows = [
-        (
-            operation.operation_id,
-            operation.verb,
-            operations.confirmed(operation),
-            operation.model,
-            values.elapsed(max(0.0, time.time() - operation.create_time.ToNanoseconds() / 1e9)),
-            "; ".join(timeline.running(operation)),
-            progress.states(operation, stages),
-            values.principal(operation.caller),
-        )
-        for operation in running
-    ]
-    return Table(headers, rows, frozenset({"PHASES", "MODEL"}))
 
 
 def _section(name: str, title: str, table: Table) -> dict[str, Any]:

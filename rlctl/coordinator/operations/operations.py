@@ -7,8 +7,10 @@ import bisect
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from datetime import UTC, datetime
 
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.adapter_identity import adapter_of
 from rlctl.contract.errors import Reason, RlctlError, typed, without_frames
@@ -58,6 +60,8 @@ class Run:
     def __init__(self, record: OperationRecord) -> None:
         self.record = record
         self.ended = asyncio.Event()
+        self.place = record.operation.create_time.ToNanoseconds()
+        """Place in the order of acceptance: the acceptance in nanoseconds, if no clock was set back before it."""
         self.begun_at = 0.0
         """Time of the acceptance, on the clock's ``now``."""
         self.ended_at = float("inf")
@@ -98,6 +102,16 @@ class Run:
     @property
     def operation(self) -> Operation:
         return self.record.operation
+
+    def time_at(self, now: float) -> Timestamp:
+        """Return the wall time of ``now`` by this operation's account: its acceptance, and the time since then.
+
+        So an operation takes as long as it took, also if the wall clock is set meanwhile.
+        """
+        time = Timestamp()
+        since_ns = round((now - self.begun_at) * 1e9)
+        time.FromNanoseconds(self.operation.create_time.ToNanoseconds() + since_ns)
+        return time
 
     def add(self, result: StageResult) -> None:
         """Add or replace the result of a target, in target order."""
@@ -208,6 +222,8 @@ class Operations:
         self._holders: dict[str, str] = {}
         self._joined: dict[str, str] = {}
         """Operation of each joined call, by the call's request id."""
+        self._last_place = 0
+        """Place of the latest acceptance."""
         self._forgotten = ""
         """Newest id of the dropped operations and joined calls. Ids are UUIDv7 and sort by time."""
 
@@ -230,10 +246,12 @@ class Operations:
                 record.operation.error.CopyFrom(
                     Reason.LINK_LOST.error(f"the coordinator was restarted while the operation ran{note}").detail()
                 )
-                record.operation.done_time.CopyFrom(self._clock.wall())
+                ended = max(self._clock.wall(), record.operation.create_time, key=Timestamp.ToNanoseconds)
+                record.operation.done_time.CopyFrom(ended)
                 changes.append(Put("operation", key, record.SerializeToString()))
                 changes += self._audit.ended(record.operation)
-            self._runs[key] = Run(record)
+            run = self._runs[key] = Run(record)
+            self._last_place = max(self._last_place, run.place)
             self._ended[key] = len(body)
             self._joined |= {call.request_id: key for call in record.joined}
         self._ended = {key: self._ended[key] for key in sorted(self._ended, key=self._done_at)}
@@ -250,7 +268,9 @@ class Operations:
         run = self._runs.get(self._joined.get(request_id, request_id))
         if run is None and request_id and request_id <= self._forgotten:
             raise Reason.REQUEST_ID_EXPIRED.error(
-                f"request_id {request_id} is not newer than the newest operation that was dropped from the record",
+                f"request_id {request_id} is not newer than the newest operation that was dropped from the record; it was "
+                f"made at {_made_at(request_id)}, and the coordinator's clock says "
+                f"{self._clock.wall().ToDatetime():%F %T} UTC",
                 field="header.request_id",
             )
         if run is not None and body_hash(request, request_id) not in _hashes(run.record, request_id):
@@ -315,6 +335,8 @@ class Operations:
         )
         run = Run(OperationRecord(operation=operation, request_sha256=body_hash(request, operation_id)))
         run.step = step
+        # Ids do not tell the order: clients make them by their own clocks. Nor does a wall clock that was set back.
+        run.place = self._last_place = max(run.place, self._last_place + 1)
         run.begun_at = self._clock.now()
         run.traceparent = current_traceparent()
         run.changes_at_end.extend(changes_at_end)
@@ -378,7 +400,7 @@ class Operations:
             self._release(operation.operation_id)
             if operation.state == OPERATION_STATE_RUNNING:
                 run.conclude()
-            operation.done_time.CopyFrom(self._clock.wall())
+            operation.done_time.CopyFrom(run.time_at(self._clock.now()))
             operation.header.CopyFrom(self._roster.header())
             await self._end(run)
 
@@ -483,7 +505,7 @@ class Operations:
         return run
 
     def newest_first(self, verb: str, state: OperationState.ValueType, before: str = "") -> list[Run]:
-        """Return operations by the time of acceptance on the coordinator's clock, newest first.
+        """Return operations in the order of acceptance, newest first.
 
         ``before``: a :func:`page_token`. The page begins after the operation of the token.
         Raises FIELD_INVALID for an invalid token.
@@ -569,13 +591,12 @@ def _relieves(verb: str) -> bool:
 
 def page_token(run: Run) -> str:
     """Return the position of an operation in the list of operations. The token outlives the record."""
-    nanoseconds, operation_id = _accepted(run)
-    return f"{nanoseconds}/{operation_id}"
+    place, operation_id = _accepted(run)
+    return f"{place}/{operation_id}"
 
 
 def _accepted(run: Run) -> tuple[int, str]:
-    # The id alone is not enough: clients make ids with their own clocks.
-    return run.operation.create_time.ToNanoseconds(), run.operation.operation_id
+    return run.place, run.operation.operation_id
 
 
 def _parsed_token(token: str) -> tuple[int, str]:
@@ -585,6 +606,12 @@ def _parsed_token(token: str) -> tuple[int, str]:
             f"{token!r} is not a page token; pass next_page_token of the previous answer", field="page_token"
         )
     return int(nanoseconds), operation_id
+
+
+def _made_at(request_id: str) -> str:
+    """Return the time in a UUIDv7, by the clock of its maker."""
+    milliseconds = int(request_id.replace("-", "")[:12], 16)
+    return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%F %T} UTC"
 
 
 def body_hash(request: Message, request_id: str = "") -> bytes:

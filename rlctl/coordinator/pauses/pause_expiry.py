@@ -1,4 +1,8 @@
-"""Ends pauses by name at the ttl, also after a restart of the coordinator."""
+"""Ends pauses by name at the ttl, also after a restart of the coordinator.
+
+The time of a pause runs on the monotonic clock: a wall clock that is set ends no pause. Only a restarted coordinator
+reads the wall clock, for the rest of the time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from rlctl.v1.verbs_pb2 import ContinueGenerationRequest
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two checks: the wall clock may be set in between."""
+"""Seconds between two checks."""
 
 AGAIN_S = (0.0, 1.0, 5.0, 15.0)
 """Waits between tries to end a pause. Each try may be an operation on record."""
@@ -36,7 +40,7 @@ class Lifting:
         self._clock = context.clock
         self._go_on = go_on
         self._tries: dict[str, tuple[int, float]] = {}
-        """Number of tries for each expired pause, and time of the next try."""
+        """Number of tries for each pause with an end, and time of the next try."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -50,17 +54,22 @@ class Lifting:
     async def _run(self) -> None:
         while True:
             await self._roster.until(lambda: bool(self._ending()))
-            now = self._clock.wall().ToNanoseconds()
             ending = self._ending()
-            self._tries = {key: self._tries[key] for key in map(_key, ending) if key in self._tries}
+            self._tries = {_key(record): self._tries.get(_key(record)) or (0, self._end(record)) for record in ending}
             for record in ending:
-                _, due = self._tries.get(_key(record), (0, 0.0))
-                if record.pause.until.ToNanoseconds() <= now and self._clock.now() >= due:
+                _, due = self._tries[_key(record)]
+                if self._clock.now() >= due:
                     await self._try(record)
             await asyncio.sleep(LOOK_S)
 
     def _ending(self) -> list[PauseRecord]:
         return [record for record in self._roster.pauses.in_force if record.pause.HasField("until")]
+
+    def _end(self, record: PauseRecord) -> float:
+        """Return the end of a pause that is new here, on the clock's ``now``."""
+        pause, wall_ns = record.pause, self._clock.wall().ToNanoseconds()
+        ttl_ns = pause.until.ToNanoseconds() - pause.since.ToNanoseconds()
+        return self._clock.now() + min(ttl_ns, pause.until.ToNanoseconds() - wall_ns) / 1e9
 
     async def _try(self, record: PauseRecord) -> None:
         key = _key(record)
@@ -68,7 +77,7 @@ class Lifting:
             await self._lift(record)
         except RlctlError as error:
             log.warning("pause %s is over, and cannot be lifted now: %s", key, error)
-        tries, _ = self._tries.get(key, (0, 0.0))
+        tries, _ = self._tries[key]
         self._tries[key] = tries + 1, self._clock.now() + AGAIN_S[min(tries, len(AGAIN_S) - 1)]
 
     async def _lift(self, record: PauseRecord) -> None:

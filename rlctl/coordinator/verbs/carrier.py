@@ -90,10 +90,11 @@ class Carrier:
             operation.state = OPERATION_STATE_OK
             return operation
         run = Run(OperationRecord(operation=operation))
+        run.begun_at = self._clock.now()
         with self._reading():
             await self._parts.context.fanout.step(request, targets, run, self._clock.now() + timeout_s)
         run.conclude()
-        run.operation.done_time.CopyFrom(self._clock.wall())
+        run.operation.done_time.CopyFrom(run.time_at(self._clock.now()))
         return run.operation
 
     @contextlib.contextmanager

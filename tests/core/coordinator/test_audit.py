@@ -108,6 +108,24 @@ def test_old_records_and_those_above_the_limit_are_dropped() -> None:
     assert len(journal.records) == 4
 
 
+def test_a_clock_that_is_ahead_for_a_while_does_not_clear_the_audit() -> None:
+    journal = Journal()
+    audit = audit_of(journal, Clock(), kept_s=100.0)
+    for number in range(20):
+        journal.take(audit.ended(operation(number)))
+    journal.take(audit.ended(operation(10**6)))
+    assert len(ids(audit)) == 19, "two of the oldest are gone, as after any record"
+    journal.take(audit.ended(operation(30)))
+    assert len(ids(audit)) == 20
+    again = audit_of(journal, Clock(), kept_s=100.0)
+    again.load()
+    for each in (audit, again):
+        assert ids(each)[:3] == ["op-1000000", "op-30", "op-19"], "by time"
+        assert ids(each, since=Timestamp(seconds=1019)) == ["op-1000000", "op-30", "op-19"]
+        token, _ = next(each.newest_first(ListAuditRecordsRequest()))
+        assert ids(each, page_token=token)[0] == "op-30", "pages leave nothing out"
+
+
 async def test_a_full_disk_costs_the_record_and_not_the_call() -> None:
     journal = Journal()
     journal.full = True

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -15,7 +16,7 @@ from rlctl.coordinator.fleet import roster
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.journal.sqlite import SqliteJournal
-from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run
+from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run, page_token
 from rlctl.ports import Delete, Put, SystemClock
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.fleet_pb2 import StageRegistration
@@ -29,6 +30,11 @@ class Clock(SystemClock):
 
     def __init__(self) -> None:
         self.made = 0
+        self.ahead_s = 0
+
+    def wall(self) -> Timestamp:
+        time = super().wall()
+        return Timestamp(seconds=time.seconds + self.ahead_s, nanos=time.nanos)
 
     def new_id(self) -> str:
         self.made += 1
@@ -160,6 +166,37 @@ async def test_a_clock_that_is_set_back_makes_no_ids_that_are_refused() -> None:
             with pytest.raises(RlctlError) as refused:
                 each.known(old, asked)
             assert refused.value.reason is Reason.REQUEST_ID_EXPIRED
+
+
+@pytest.mark.parametrize("ahead_s", [7200, -7200])
+async def test_an_operation_takes_as_long_as_it_took_though_the_wall_clock_is_set(
+    ahead_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CLOCK, "ahead_s", 0)
+    journal = Memory()
+    kept = operations(journal, retained=100)
+    let, other_let = asyncio.Event(), asyncio.Event()
+    running, other = await begun(kept, let), await begun(kept, other_let)
+    CLOCK.ahead_s = ahead_s
+    let.set()
+    await running.ended.wait()
+    later = await ended(kept)
+
+    def took_s(run: Run) -> float:
+        operation = run.operation
+        return (operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()) / 1e9
+
+    assert 0 <= took_s(running) < 60
+    in_order = [later.operation.operation_id, other.operation.operation_id, running.operation.operation_id]
+    assert [run.operation.operation_id for run in kept.newest_first("", 0)] == in_order
+    paged = kept.newest_first("", 0, page_token(later))
+    assert [run.operation.operation_id for run in paged] == in_order[1:]
+    restarted = operations(journal, retained=100)
+    await restarted.load()
+    assert took_s(restarted.get(other.operation.operation_id)) >= 0
+    assert restarted.newest_first("", 0)[0].place < (await ended(restarted)).place
+    other_let.set()
+    await other.ended.wait()
 
 
 async def test_an_id_of_a_clock_that_goes_ahead_makes_nobody_elses_look_old() -> None:

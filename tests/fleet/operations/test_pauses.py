@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fleet_steps import cut_off, kill, load, on_record, restart_coordinator
+from google.protobuf.timestamp_pb2 import Timestamp
 from updating import begin, commit, digest, fault, from_disk, join, refusal, restart, write
 from waiting import eventually
 
@@ -17,7 +18,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.pauses import pause as pausing
 from rlctl.coordinator.pauses import pause_expiry as lifting
 from rlctl.engine import Call, EngineConfig, EngineInfo
-from rlctl.ports import Delete, Put
+from rlctl.ports import Delete, Put, SystemClock
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.stage.state_machine import Stage
 from rlctl.testing import fake_engine
@@ -594,6 +595,29 @@ async def test_a_pause_with_an_end_is_lifted_by_itself(fleet: InProcessFleet) ->
     async for lifted in fleet.stub.WatchOperation(c.WatchOperationRequest(operation_id=lifting.operation_id)):
         ended = lifted
     assert ended.state == OPERATION_STATE_OK
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_wall_clock_that_is_set_ends_no_pause_sooner_or_later(
+    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall, ahead_s = SystemClock.wall, 0
+
+    def shifted(clock: SystemClock) -> Timestamp:
+        time = wall(clock)
+        return Timestamp(seconds=time.seconds + ahead_s, nanos=time.nanos)
+
+    monkeypatch.setattr(SystemClock, "wall", shifted)
+    kept = await pause(fleet, ttl=duration(3600))
+    await asyncio.sleep(0.2)
+    ahead_s = 7200
+    await asyncio.sleep(0.3)
+    assert on_record(fleet) == [kept.operation_id]
+    await go_on(fleet)
+    await pause(fleet, ttl=duration(1))
+    await asyncio.sleep(0.2)
+    ahead_s = 0
+    await eventually(lambda: on_record(fleet) == [])
 
 
 @pytest.mark.usefixtures("often")
