@@ -15,21 +15,19 @@ import resource
 import shutil
 import signal
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from guide_rows import Ran, Row, until
 from scraping import Scrape
 from trainers import half_way
 from up_helpers import known, own_state, rlctl_command
 
 import rlctl
-from rlctl.cli.main import root
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
 from rlctl.launch.metrics_targets import FILE
@@ -39,63 +37,10 @@ from rlctl.weights.versions.publish import publish_full
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "operator.md").read_text()
-SECTION = GUIDE.split("\n## Failures and their marks\n")[1].split("\n## ")[0]
-_CELLS = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", SECTION, re.MULTILINE)
-ROWS = {failure: (seen, mend) for failure, seen, mend in _CELLS if failure != "failure"}
 TOKEN = "the token of the week"
 NAME = "week"
 PAIR, SINGLE = "actor-0", "actor-single-0"
 RANK = f"{PAIR}.1"
-
-LONGEST_S = 150.0
-"""Engines of a busy machine take a minute to load."""
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    ends = time.monotonic() + LONGEST_S
-    while not condition():
-        assert time.monotonic() < ends, what
-        time.sleep(0.2)
-
-
-class Row:
-    """A row of the guide: texts and commands in backticks are what the product must show and accept."""
-
-    def __init__(self, failure: str) -> None:
-        self.seen, self.mend = ROWS[failure]
-
-    def shows(self, *shown: str, **names: str) -> None:
-        """Assert that each text that the row quotes is shown, with the names in place of those in capitals."""
-        for quoted in re.findall(r"`([^`]+)`", self.seen):
-            if not quoted.startswith("rlctl "):
-                assert _with(quoted, names) in "\n".join(shown), (quoted, shown)
-
-    def step(self, command: str, **names: str) -> list[str]:
-        """Return the words of a command that the row advises."""
-        assert f"`{command}`" in self.mend, (command, self.mend)
-        return _with(command, names).split()[1:]
-
-
-def _with(text: str, names: dict[str, str]) -> str:
-    for name, value in names.items():
-        text = re.sub(rf"\b{name}\b", value, text)
-    return text
-
-
-class Ran:
-    """The end of a command."""
-
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(root, list(words))
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
-        assert "Traceback" not in self.out + self.err
-
-    @property
-    def data(self) -> Any:
-        return json.loads(self.out)
 
 
 class Week:

@@ -268,8 +268,8 @@ class Operations:
         run = self._runs.get(self._joined.get(request_id, request_id))
         if run is None and request_id and request_id <= self._forgotten:
             raise Reason.REQUEST_ID_EXPIRED.error(
-                f"request_id {request_id} is not newer than the newest operation that was dropped from the record; it was "
-                f"made at {_made_at(request_id)}, and the coordinator's clock says "
+                f"request_id {request_id} is not newer than the newest operation that was dropped from the record; it "
+                f"was made at {_made_at(request_id)}, and the coordinator's clock says "
                 f"{self._clock.wall().ToDatetime():%F %T} UTC",
                 field="header.request_id",
             )
