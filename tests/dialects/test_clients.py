@@ -124,7 +124,7 @@ async def test_trls_client_updates(
     assert [each.state for each in newest] == [OPERATION_STATE_OK, failed, OPERATION_STATE_OK, OPERATION_STATE_OK]
 
 
-@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("stateful", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_vllms_example(
     torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], stateful: bool
 ) -> None:

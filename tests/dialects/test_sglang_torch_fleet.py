@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from models import changed
 from sglang_suite import *  # noqa: F403 - the tests themselves
 from sglang_suite import Server
 from slime_publisher import SlimePublisher
+from trainer_scripts import ended
 
 import rlctl
 from rlctl.weights.checkpoint.checkpoint import open_checkpoint
@@ -27,33 +27,20 @@ INTEGRATIONS = Path(__file__).parents[2] / "examples" / "integrations"
 @pytest.mark.parametrize("trainer", ["slime", "miles", "verl"])
 async def test_the_upstream_updates_end_in_equal_digests(server: Server, trainer: str) -> None:
     engines = [f"--engine={url}={ranks}" for url, ranks in zip(server.engines, server.ranks, strict=True)]
-    script = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(INTEGRATIONS / trainer / "update.py"),
-        f"--model={server.tiny[1]}",
-        *engines,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    output, _ = await script.communicate()
-    assert script.returncode == 0
-    steps = [json.loads(line) for line in output.decode().splitlines()]
+    script = await ended(INTEGRATIONS / trainer / "update.py", f"--model={server.tiny[1]}", *engines)
+    assert script.returncode == 0, script.stderr
+    steps = [json.loads(line) for line in script.stdout.splitlines()]
     assert [step["weight_version"] for step in steps] == [["1"], ["2"]]
     assert steps[0]["model_digest"] != steps[1]["model_digest"]
 
 
 async def test_an_upstream_trainer_that_counts_other_ranks_is_told_so_at_once(server: Server) -> None:
-    script = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(INTEGRATIONS / "slime" / "update.py"),
-        f"--model={server.tiny[1]}",
-        *[f"--engine={url}={ranks + 1}" for url, ranks in zip(server.engines, server.ranks, strict=True)],
-        stderr=asyncio.subprocess.PIPE,
-    )
+    engines = [f"--engine={url}={ranks + 1}" for url, ranks in zip(server.engines, server.ranks, strict=True)]
     async with asyncio.timeout(60):
-        _, errors = await script.communicate()
+        script = await ended(INTEGRATIONS / "slime" / "update.py", f"--model={server.tiny[1]}", *engines)
     assert script.returncode == 1
-    assert "the engines do not join: 400: " in errors.decode()
-    assert f"one source and the ranks of 2 stages make {1 + sum(server.ranks)}" in errors.decode()
+    assert "the engines do not join: 400: " in script.stderr
+    assert f"one source and the ranks of 2 stages make {1 + sum(server.ranks)}" in script.stderr
 
 
 async def test_published_weights_are_pulled_and_loaded(server: Server, tmp_path: Path) -> None:

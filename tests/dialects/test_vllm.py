@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import aiohttp
 import pytest
 from http_trainer import Source, announced, chunks_of, digest_of, weights_of
 from models import changed
+from trainer_scripts import ended
 from vllm_server import SLOTS, ask, each
 
 from rlctl.contract.vllm_groups import group_name
@@ -387,18 +387,15 @@ async def test_skyrls_update_ends_in_equal_digests(
 ) -> None:
     _, told = await ask(http, "/servers", method="GET")
     proxy = told["servers"][0].partition("/engines/")[0]
-    script = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).parents[2] / "examples" / "integrations" / "skyrl" / "update.py"),
+    script = await ended(
+        Path(__file__).parents[2] / "examples" / "integrations" / "skyrl" / "update.py",
         f"--client={version}",
         f"--proxy={proxy}",
         f"--coordinator={torch_fleet.address}",
         f"--model={tiny[1]}",
-        stdout=asyncio.subprocess.PIPE,
     )
-    output, _ = await script.communicate()
-    assert script.returncode == 0
-    steps = [json.loads(line) for line in output.decode().splitlines()]
+    assert script.returncode == 0, script.stderr
+    steps = [json.loads(line) for line in script.stdout.splitlines()]
     assert len({step["model_digest"] for step in steps}) == 2
     assert all(step["tokens"] for step in steps)
 

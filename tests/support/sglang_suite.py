@@ -154,6 +154,9 @@ class Server:
 
 PROMPT = [5, 6, 7]
 
+TOKENS = 200
+"""Tokens of a request that something else meets while it runs."""
+
 
 # Reading.
 
@@ -246,7 +249,11 @@ async def test_flush(server: Server, method: str) -> None:
 
 
 async def test_a_flush_is_refused_beside_requests_and_abort_ends_them(server: Server) -> None:
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "rid": new_uuid7()}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 2 * TOKENS, "ignore_eos": True},
+        "rid": new_uuid7(),
+    }
     running = asyncio.create_task(server.ask("POST", "/generate", body))
     async with asyncio.timeout(20):
         while (await server.ask("GET", "/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0:
@@ -266,7 +273,7 @@ async def test_a_flush_is_refused_beside_requests_and_abort_ends_them(server: Se
 )
 async def test_all_requests_are_aborted(server: Server, everything: dict[str, Any]) -> None:
     """The bodies come from SGLang's tests, slime and Miles."""
-    requests = [running(server) for _ in range(4)]
+    requests = [running(server, 2 * TOKENS) for _ in range(4)]
     await begun(server)
     assert (await server.ask("POST", "/abort_request", everything))[0] == 200
     for status, told in await asyncio.gather(*requests):
@@ -281,7 +288,7 @@ async def test_an_id_that_is_in_use_is_refused(server: Server) -> None:
     body: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": sampling, "rid": new_uuid7()}
     for _ in range(2):
         assert (await server.ask("POST", "/generate", body))[0] == 200
-    long = {**body, "sampling_params": {**sampling, "max_new_tokens": 400, "ignore_eos": True}}
+    long = {**body, "sampling_params": {**sampling, "max_new_tokens": TOKENS, "ignore_eos": True}}
     first = asyncio.create_task(server.ask("POST", "/generate", long))
     await begun(server)
     status, told = await server.ask("POST", "/generate", body)
@@ -459,9 +466,9 @@ async def test_from_disk(server: Server, tmp_path: Path) -> None:
     assert await server.greedy(0) == greedy(model, PROMPT, 6), "what is refused leaves the weights alone"
 
 
-def running(server: Server, engine: int = 0, tokens: int = 400) -> asyncio.Task[Answer]:
+def running(server: Server, tokens: int = TOKENS) -> asyncio.Task[Answer]:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}}
-    return asyncio.create_task(server.ask("POST", "/generate", body, engine=engine))
+    return asyncio.create_task(server.ask("POST", "/generate", body))
 
 
 async def begun(server: Server, engine: int = 0) -> None:
@@ -490,10 +497,10 @@ async def test_requests_that_a_pause_stopped_go_on_with_the_new_weights(
     await server.every("POST", "/continue_generation", {})
     for status, told in await asyncio.gather(*requests):
         meta = told["meta_info"]
-        assert (status, meta["finish_reason"]["type"], meta["completion_tokens"]) == (200, "length", 400)
+        assert (status, meta["finish_reason"]["type"], meta["completion_tokens"]) == (200, "length", TOKENS)
         spans = meta["weight_versions"]
         assert [span["version"] for span in spans] == [before, f"v-{mode}"]
-        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], TOKENS)
         assert meta["weight_version"] == f"v-{mode}"
     _, told = await server.ask("GET", "/get_model_info")
     assert told["model_path"] == str(tmp_path / "saved")
@@ -501,7 +508,7 @@ async def test_requests_that_a_pause_stopped_go_on_with_the_new_weights(
 
 async def test_an_update_that_aborts_ends_the_requests(server: Server, tmp_path: Path) -> None:
     server.tiny[0].save_pretrained(tmp_path / "saved")
-    request = running(server)
+    request = running(server, 2 * TOKENS)
     await begun(server)
     body = {"model_path": str(tmp_path / "saved"), "abort_all_requests": True, "weight_version": "aborting"}
     for status, told in await server.every("POST", "/update_weights_from_disk", body):
