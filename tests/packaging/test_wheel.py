@@ -142,5 +142,7 @@ def test_rlctl_runs_with_its_own_dependencies_only(wheel: Path, tmp_path: Path) 
 def test_the_demo_passes_and_plots_from_the_wheel_with_its_extra(wheel: Path, tmp_path: Path) -> None:
     commands = linked_environment.install(wheel, tmp_path / "environment", extras=["demo"])
     command = [str(commands / "rlctl")]
-    check_passed(*run("--plot", "plot.png", command=command, environment=environment(), directory=tmp_path))
+    steps = ("--steps", "12")
+    ran = run(*steps, "--plot", "plot.png", command=command, environment=environment(), directory=tmp_path)
+    check_passed(*ran, steps=12)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
