@@ -20,6 +20,8 @@ from rlctl.sdk.blocking import Fleet
 
 PROMPT = [number % 13 + 1 for number in range(40)]
 SAMPLING: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+LONG = 250
+"""Tokens of a sample that a kill catches in the middle."""
 
 
 def over_http(url: str, **sampling: Any) -> list[int]:
@@ -66,7 +68,7 @@ def killed_meanwhile(fleet: Fleet, rollout: Any, slot: str, name: str = "pairs")
     when(fleet, lambda now: len(now) == 2 and all(stage.routable for stage in now.values()))
     (latest,) = (each.latest.sequence for each in fleet.status().models)
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(rollout.generate, PROMPT, n=4, max_new_tokens=400, **SAMPLING)
+        running = pool.submit(rollout.generate, PROMPT, n=4, max_new_tokens=LONG, **SAMPLING)
         something_runs(fleet)
         os.kill(known(name).processes[slot], signal.SIGKILL)
         hurried = pool.submit(fleet.generate, PROMPT, max_new_tokens=4, timeout_s=1.0, **SAMPLING)
@@ -74,5 +76,5 @@ def killed_meanwhile(fleet: Fleet, rollout: Any, slot: str, name: str = "pairs")
             hurried.result(timeout=5)
         assert caught.value.reason.name in ("NO_ROUTABLE_STAGE", "DEADLINE_EXCEEDED", "UNREACHABLE")
         samples = running.result()
-    assert all(len(sample.output_ids) == 400 and sample.finished for sample in samples)
+    assert all(len(sample.output_ids) == LONG and sample.finished for sample in samples)
     assert all({version.sequence for version in sample.versions if version} == {latest} for sample in samples)
