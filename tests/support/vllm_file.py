@@ -1,4 +1,4 @@
-"""A topology file with one model on vLLM, and checks of its engine."""
+"""The settings of an engine on vLLM, in a topology file and for a launcher, and checks of the engine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from rlctl.v1 import verbs_pb2 as v
 NAME = "on-vllm"
 START_S = 500.0
 OVERRIDES: dict[str, Any] = {"max-model-len": 500, "max_num_seqs": 7, "enable_lora": True, "max_lora_rank": 8}
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+
+
+def options(**more: str) -> dict[str, str]:
+    """Return the settings as a launcher's options. ``more``: further arguments of vLLM."""
+    return {name.replace("-", "_"): str(value).lower() for name, value in OVERRIDES.items()} | more
 
 
 def written(directory: Path, checkpoint: Path, **overrides: Any) -> str:
@@ -25,7 +31,7 @@ def written(directory: Path, checkpoint: Path, **overrides: Any) -> str:
         "worker_type": "regular",
         "num_gpus": 1,
         "overrides": {**OVERRIDES, **overrides},
-        "environment": {"VLLM_CPU_KVCACHE_SPACE": "2"},
+        "environment": ENVIRONMENT,
     }
     models = [{"name": "actor", "engine": "vllm", "server_groups": [group]}]
     fleet = {"name": NAME, "hf_checkpoint": str(checkpoint), "listen": "127.0.0.1:0"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sglang_models
+import vllm_file
 from native_stand_in import native_servers
 from rlctl_servers.options import Options
 from rlctl_sglang import SGLangEngine
@@ -20,6 +21,7 @@ from server_stage import Driver
 from sidecar_process import Served
 
 from rlctl.contract.errors import RlctlError
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -80,6 +82,16 @@ def urls(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[dict[str, s
     """Servers of somebody else, ``solo`` of one rank and ``pair`` of two, without rlctl's extension."""
     with native_servers(tiny[1], place) as urls:
         yield urls
+
+
+@pytest.fixture(scope="session")
+def solo(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
+    """A fleet of one server of one rank, ``actor-0``, with room for one adapter; for all modules."""
+    # With room for one, vLLM reads an adapter again whenever another one was asked for.
+    options = vllm_file.options(allowed_roots=str(tmp_path_factory.getbasetemp()))
+    spec = EngineSpec("actor-0", str(tiny[1]), engine="vllm", options=options, environment=vllm_file.ENVIRONMENT)
+    with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up:
+        yield up
 
 
 @pytest.fixture(scope="session")

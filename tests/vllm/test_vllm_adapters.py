@@ -1,48 +1,42 @@
-"""A real vLLM that a topology file has brought up: LoRA adapters, with room for one at a time, and co-located trainers.
+"""A real vLLM with settings of its own: LoRA adapters, with room for one at a time, and co-located trainers.
 
 Outputs with an adapter are the merged model's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import adapter_steps
-import psutil
 import pytest
 from colocated import assert_updates
 from loras import CONFIG, lora, merged_says, save
-from up_helpers import known, own_state, rlctl_command
-from vllm_file import NAME, START_S, check_is_as_written, written
+from vllm_file import check_is_as_written
 
+import rlctl
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.sdk.blocking import Fleet, connect
+from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.sdk.blocking import Fleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    place = tmp_path_factory.mktemp("up")
-    with pytest.MonkeyPatch.context() as patch, own_state(patch, place):
-        # With room for one, vLLM reads an adapter again whenever another one was asked for.
-        file = written(place, tiny[1], allowed_roots=str(tmp_path_factory.getbasetemp()))
-        up = rlctl_command("up", file, "--detach", "-o", "json", timeout_s=START_S)
-        assert up.returncode == 0, up.stderr
-        told = json.loads(up.stdout)
-        assert told["engines"] == {"actor-0": "ready"}
-        processes = [psutil.Process(pid) for pid in known(NAME).processes.values()]
-        with connect(told["endpoint"]) as fleet:
-            yield fleet
-        assert rlctl_command("down", "--name", NAME).returncode == 0
-        assert psutil.wait_procs(processes, timeout=60)[1] == []
+def fleet(solo: LaunchedFleet) -> Iterator[Fleet]:
+    with solo.connect() as fleet:
+        yield fleet
 
 
-def test_what_the_file_says_reaches_vllm(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
+    (model,) = fleet.status().models
+    assert model.latest.sequence == 1
+    assert model.model_digest == rlctl.model_digest(tiny[0])
+
+
+def test_what_the_settings_say_reaches_vllm(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
     check_is_as_written(fleet, tiny[0])
 
 
@@ -91,7 +85,7 @@ def test_a_base_update_keeps_or_drops_them(fleet: Fleet, tiny: tuple[Any, Path],
 
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
 async def test_the_ranks_have_a_co_located_trainers_weights(
-    fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path, trainer: str
+    solo: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path, trainer: str
 ) -> None:
     """rlctl's code in the rank reads the handles of the trainer."""
-    await assert_updates(known(NAME).endpoint, tiny[1], tmp_path, trainer)
+    await assert_updates(solo.address, tiny[1], tmp_path, trainer)

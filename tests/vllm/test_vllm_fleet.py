@@ -1,4 +1,4 @@
-"""A trainer's publisher, a coordinator, a torch engine and a real vLLM server, as processes."""
+"""A trainer's publisher, a coordinator, a real vLLM server, and a torch engine that joins it, as processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import adapter_steps
 import pytest
 import rollouts
 import torch
+from joining import joined
 from loras import lora, merged_says, save
 from models import changed, greedy
 
@@ -29,13 +30,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def fleet(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(solo: LaunchedFleet, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
-    engines = [
-        EngineSpec("actor-0", str(tiny[1]), engine="torch", options=options),
-        EngineSpec("actor-1", str(tiny[1]), engine="vllm", options={**options, "enable_lora": "true"}),
-    ]
-    with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as up, up.connect() as fleet:
+    with joined(solo, EngineSpec("actor-1", str(tiny[1]), engine="torch", options=options)), solo.connect() as fleet:
         yield fleet
 
 
@@ -51,13 +48,6 @@ def both_generate_like(fleet: Fleet, model: Any, version: common.WeightVersion) 
         assert {span.version.label for span in sample.versions} == {version.label}
         logprobs[response.slot] = [entry.logprob for entry in sample.output_logprobs]
     assert logprobs["actor-0"] == pytest.approx(logprobs["actor-1"], abs=1e-3)
-
-
-def test_the_first_version_is_the_checkpoint(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
-    (model,) = fleet.status().models
-    assert model.latest.sequence == 1
-    assert model.model_digest == rlctl.model_digest(tiny[0])
-    both_generate_like(fleet, tiny[0], model.latest)
 
 
 def test_one_transaction_updates_both_kinds_of_engine(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
@@ -142,7 +132,7 @@ def test_pauses_and_what_cannot_be_done(fleet: Fleet) -> None:
         assert {stage.state for stage in fleet.status().stages} == {common.STAGE_STATE_PAUSED}
         assert fleet.continue_generation().state == OPERATION_STATE_OK
     with pytest.raises(RlctlError) as refused:
-        fleet.call(v.ReleaseMemoryRequest(), slots=["actor-1"])
+        fleet.call(v.ReleaseMemoryRequest(), slots=["actor-0"])
     assert refused.value.reason is Reason.UNSUPPORTED_BY_ALL
     assert "--enable-sleep-mode" in refused.value.message
 
@@ -161,8 +151,8 @@ def test_a_server_that_is_killed_comes_back_with_weights_that_no_disk_has(
     tensors = lora(tiny[0], 1)
     fleet.load_adapter("math", save(tmp_path / "math", tensors), version="m")
     fleet.pause_generation("abort", adapter="math")
-    adapter_steps.come_back_with(fleet, "actor-1", "math")
-    after = next(stage for stage in fleet.status().stages if stage.registration.slot == "actor-1")
+    adapter_steps.come_back_with(fleet, "actor-0", "math")
+    after = next(stage for stage in fleet.status().stages if stage.registration.slot == "actor-0")
     assert after.report.weight_version == result.version
     assert after.report.model_digest == rlctl.model_digest(model)
     assert [pause.adapter for pause in after.adapter_pauses] == ["math"]

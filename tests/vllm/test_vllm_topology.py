@@ -1,5 +1,6 @@
-"""A topology file with a model on vLLM: what is wrong in it, and the engine in an actor on a Ray cluster. On this
-machine the same file is brought up by test_vllm_adapters.py.
+"""A topology file with a model on vLLM: what is wrong in it, and the engine in an actor on a Ray cluster.
+
+An engine of the same settings on this machine is that of test_vllm_adapters.py.
 """
 
 from __future__ import annotations
