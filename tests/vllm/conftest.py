@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sglang_models
 import vllm_file
-from native_stand_in import native_servers
+from native_stand_in import native_server
 from rlctl_servers.options import Options
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import Options as SGLangOptions
@@ -78,10 +78,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def urls(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[dict[str, str]]:
-    """Servers of somebody else, ``solo`` of one rank and ``pair`` of two, without rlctl's extension."""
-    with native_servers(tiny[1], place) as urls:
-        yield urls
+def elsewhere(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[str]:
+    """The URL of a server of somebody else, of one rank, without rlctl's extension."""
+    with native_server(tiny[1], place, 1) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,6 @@ from rlctl.trainer import source_rank
 from rlctl.weights.group.rendezvous import Forming, Member
 from rlctl.weights.group.vllm_nccl import UNIQUE_ID_BYTES, VLLMGroup
 
-RANKS = {"solo": 1, "pair": 2}
-"""Ranks of the servers that the tests share."""
-
 
 class WithEngine(Plain):
     """A server on a port, without the extension, whose own NCCL engine is gloo's."""
@@ -50,22 +47,18 @@ def plug_in(place: Path, module: str = "gloo_in_vllm") -> Path:
 
 
 @contextlib.contextmanager
-def native_servers(checkpoint: Path, place: Path) -> Iterator[dict[str, str]]:
-    """URLs of the servers :data:`RANKS`. The file ``fails`` in ``place`` says at which rank a load fails."""
+def native_server(checkpoint: Path, place: Path, ranks: int) -> Iterator[str]:
+    """URL of a server. The file ``fails`` in ``place`` says at which rank a load fails."""
     loop = LoopThread("native")
-    servers = {
-        name: WithEngine(EngineConfig(str(checkpoint), dtype="float32", tp_size=ranks)) for name, ranks in RANKS.items()
-    }
+    server = WithEngine(EngineConfig(str(checkpoint), dtype="float32", tp_size=ranks))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(plug_in(place / "plug-in")))
+            patch.setenv("PYTHONPATH", str(plug_in(place / f"plug-in-{ranks}")))
             patch.setenv("FAILS", str(place / "fails"))
-            for server in servers.values():  # one after the other: two cores
-                loop.submit(server.start(lambda error: None)).result(400)
-        yield {name: server.http.url for name, server in servers.items()}
+            loop.submit(server.start(lambda error: None)).result(400)
+        yield server.http.url
     finally:
-        for server in servers.values():
-            loop.submit(server.stop()).result(60)
+        loop.submit(server.stop()).result(60)
         loop.stop()
 
 

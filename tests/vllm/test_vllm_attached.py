@@ -28,10 +28,10 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def url(urls: dict[str, str], tiny: tuple[Any, Path]) -> Iterator[str]:
+def url(elsewhere: str, tiny: tuple[Any, Path]) -> Iterator[str]:
     """Its NCCL engine needs a GPU, so rlctl does not use it here."""
-    yield urls["solo"]
-    as_started(urls["solo"], tiny[1])
+    yield elsewhere
+    as_started(elsewhere, tiny[1])
 
 
 def call(url: str, path: str, body: dict[str, Any] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Real vLLM servers, attached to without rlctl's extension, that take weights in by vLLM's own NCCL engine.
 
-NCCL itself is a fake, over gloo (gloo_in_vllm.py): there is no GPU here. The tests stand in their order: the last ones
-end the servers.
+NCCL itself is a fake, over gloo (gloo_in_vllm.py): there is no GPU here. The tests with a fleet of several servers are
+long, and stand in their order: the last ones end the servers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from models import Halfway, changed, greedy
-from native_stand_in import RANKS, join_by_gloo
+from native_stand_in import join_by_gloo, native_server
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.updates import native_nccl
 from server_stage import VERB_S, Driver, Source, prompt, refusal
@@ -40,6 +40,9 @@ from rlctl.weights.tensor import buckets
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 BACKENDS = ["vllm_nccl", "gloo"]
+
+RANKS = {"solo": 1, "pair": 2}
+"""Ranks of the servers of a fleet."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +94,8 @@ def attached(url: str, checkpoint: Path, ranks: int = 1) -> Driver:
     return Driver(VLLMEngine, checkpoint, tp_size=ranks, options={"url": url})
 
 
-def test_attaching_says_what_it_can_and_wrong_metadata_changes_nothing(
-    urls: dict[str, str], tiny: tuple[Any, Path]
-) -> None:
-    driver = attached(urls["solo"], tiny[1])
+def test_attaching_says_what_it_can_and_wrong_metadata_changes_nothing(elsewhere: str, tiny: tuple[Any, Path]) -> None:
+    driver = attached(elsewhere, tiny[1])
     try:
         found = driver.start().capabilities
         assert list(found.transports) == [common.TRANSPORT_VLLM_NCCL, common.TRANSPORT_DISK]
@@ -138,18 +139,16 @@ def test_attaching_says_what_it_can_and_wrong_metadata_changes_nothing(
         assert not driver.failures
     finally:
         driver.stop()
-    again = attached(urls["solo"], tiny[1])
+    again = attached(elsewhere, tiny[1])
     try:
         assert again.start().checkpoint == str(tiny[1]), "its label is the one of its start"
     finally:
         again.stop()
 
 
-def test_what_a_stage_server_has_left_open_is_closed_by_the_next_one(
-    urls: dict[str, str], tiny: tuple[Any, Path]
-) -> None:
+def test_what_a_stage_server_has_left_open_is_closed_by_the_next_one(elsewhere: str, tiny: tuple[Any, Path]) -> None:
     model = changed(tiny[0], seed=1)
-    first = attached(urls["solo"], tiny[1])
+    first = attached(elsewhere, tiny[1])
     first.start()
     with NativeSource(first, "left") as source:
         first.prepare("u")
@@ -168,8 +167,8 @@ def test_what_a_stage_server_has_left_open_is_closed_by_the_next_one(
         first.engine._ranks._load = native_nccl._Load.CLOSED  # it ends without a word
         source.group.announce([])
     first.stop()
-    call(urls["solo"], "/resume")
-    again = attached(urls["solo"], tiny[1])
+    call(elsewhere, "/resume")
+    again = attached(elsewhere, tiny[1])
     try:
         assert again.start().checkpoint == ""
         with NativeSource(again, "whole") as source:
@@ -182,7 +181,13 @@ def test_what_a_stage_server_has_left_open_is_closed_by_the_next_one(
         assert generating.tokens == greedy(model, encode("4"), 8)
     finally:
         again.stop()
-    call(urls["solo"], "/update_weight_version", {"new_version": "default"})
+    call(elsewhere, "/update_weight_version", {"new_version": "default"})
+
+
+@pytest.fixture(scope="module")
+def urls(elsewhere: str, tiny: tuple[Any, Path], place: Path) -> Iterator[dict[str, str]]:
+    with native_server(tiny[1], place, RANKS["pair"]) as pair:
+        yield {"solo": elsewhere, "pair": pair}
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +237,7 @@ def stages(result: Any) -> dict[str, Any]:
     return {stage.slot: stage for stage in result.operation.stage_results}
 
 
+@pytest.mark.long
 def test_one_pass_and_one_commit_for_engines_of_both_kinds(
     fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path]
 ) -> None:
@@ -249,6 +255,7 @@ def test_one_pass_and_one_commit_for_engines_of_both_kinds(
     assert sorted(joined) == [["pair"], ["solo"], ["torch"]], "each has a group of its own, kept for the second update"
 
 
+@pytest.mark.long
 def test_what_it_cannot_take_is_refused_at_the_begin(
     fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path]
 ) -> None:
@@ -270,6 +277,7 @@ def test_what_it_cannot_take_is_refused_at_the_begin(
     assert fleet.status().models[0].latest == before
 
 
+@pytest.mark.long
 def test_requests_of_others_wait_until_an_update_has_ended(
     fleet: Fleet, publisher: Publisher, urls: dict[str, str], tiny: tuple[Any, Path]
 ) -> None:
@@ -291,6 +299,7 @@ def test_requests_of_others_wait_until_an_update_has_ended(
     generate_like(fleet, model, result.version, {"solo", "pair", "torch"})
 
 
+@pytest.mark.long
 def test_a_source_that_gives_up_leaves_them_dirty_and_not_stuck(
     fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path]
 ) -> None:
@@ -307,6 +316,7 @@ def test_a_source_that_gives_up_leaves_them_dirty_and_not_stuck(
     generate_like(fleet, model, result.version, {"solo", "pair", "torch"})
 
 
+@pytest.mark.long
 def test_a_server_that_fails_in_the_middle_holds_no_other_one_up(
     fleet: Fleet, publisher: Publisher, place: Path, tiny: tuple[Any, Path]
 ) -> None:
@@ -323,6 +333,7 @@ def test_a_server_that_fails_in_the_middle_holds_no_other_one_up(
     generate_like(fleet, model, result.version, {"solo", "pair", "torch"})
 
 
+@pytest.mark.long
 def test_ranks_whose_answers_are_out_of_step_are_given_up(
     fleet: Fleet, publisher: Publisher, place: Path, urls: dict[str, str], tiny: tuple[Any, Path]
 ) -> None:
@@ -352,6 +363,7 @@ def test_ranks_whose_answers_are_out_of_step_are_given_up(
         driver.stop()
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_leaves_its_server_stuck_and_quarantined_in_time(
     up: LaunchedFleet, fleet: Fleet, publisher: Publisher, urls: dict[str, str], tiny: tuple[Any, Path]
 ) -> None:
