@@ -6,10 +6,9 @@ refused here, or turned into a harmless call, before it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rlctl_servers.server.server_info import check_tags
 from rlctl_servers.server.state import ServerState
 
 from rlctl.contract.errors import Reason
@@ -21,7 +20,6 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_ABORT,
     PAUSE_MODE_IN_PLACE,
     PAUSE_MODE_RETRACT,
-    MemoryTag,
     PauseMode,
 )
 
@@ -42,6 +40,8 @@ class State(ServerState):
     Attributes:
         paired: the server is a prefill or decode server.
     """
+
+    product: ClassVar[str] = "SGLang"
 
     paired: bool = False
 
@@ -80,19 +80,3 @@ class State(ServerState):
                 )
             return MODES[PAUSE_MODE_RETRACT]  # no active requests: the same effect, without the danger
         return MODES[mode]
-
-    def release(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
-        """Return the names of the regions to release that are not released yet. Empty tags: all known regions.
-
-        Raises FIELD_INVALID for a region that the engine does not have.
-        """
-        check_tags("SGLang", tags, known)
-        return [TAGS[tag] for tag in sorted(set(tags or known) - self.released)]
-
-    def resume(self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]) -> list[str]:
-        """Return the names of the released regions to resume: any other region would end the server.
-
-        Raises FIELD_INVALID for a region that the engine does not have.
-        """
-        check_tags("SGLang", tags, known)
-        return [TAGS[tag] for tag in sorted(set(tags or known) & self.released)]

@@ -6,8 +6,8 @@ vLLM's own answers do not suffice: ``/is_sleeping`` is true during a mere pause,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
-from rlctl_servers.server.server_info import check_tags
 from rlctl_servers.server.state import ServerState
 
 from rlctl.contract.errors import Reason
@@ -23,6 +23,7 @@ from rlctl.v1.common_pb2 import (
     MemoryTag,
     PauseMode,
 )
+from rlctl_vllm.options import PRODUCT
 
 MODES = {
     PAUSE_MODE_ABORT: "mode=abort&clear_cache=false",
@@ -38,6 +39,8 @@ TAGS = {MEMORY_TAG_KV_CACHE: "kv_cache", MEMORY_TAG_WEIGHTS: "weights"}
 
 class State(ServerState):
     """vLLM's state after the calls so far."""
+
+    product: ClassVar[str] = PRODUCT
 
     def pause(self, mode: PauseMode.ValueType) -> PauseMode.ValueType:
         """Return the mode of a pause. Raises UNSUPPORTED (SKIPPED) for a mode that vLLM does not have."""
@@ -62,21 +65,12 @@ class State(ServerState):
     def release(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
-        """Return the regions to release, without released regions. Empty ``tags`` stand for all known regions.
+        """Do as :meth:`ServerState.release`.
 
-        Raises FIELD_INVALID for an unknown region, and for the weights alone: vLLM releases the KV cache alone, or
-        everything.
+        Raises FIELD_INVALID also for the weights alone: vLLM releases the KV cache alone, or everything.
         """
-        check_tags("vLLM", tags, known)
-        regions = frozenset(tags or known) - self.released
+        regions = super().release(tags, known)
         if regions == {MEMORY_TAG_WEIGHTS}:
             situation = "beside a KV cache that is released already" if self.released else "alone"
             raise Reason.FIELD_INVALID.error(f"vLLM does not release the weights {situation}", field="tags")
         return regions
-
-    def resume(
-        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
-    ) -> frozenset[MemoryTag.ValueType]:
-        """Return the released regions to resume. Raises FIELD_INVALID as :meth:`release`."""
-        check_tags("vLLM", tags, known)
-        return frozenset(tags or known) & self.released

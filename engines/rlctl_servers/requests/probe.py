@@ -16,7 +16,8 @@ from rlctl.engine import Call
 from rlctl.v1.verbs_pb2 import DecodeReport, ProbePrompt
 from rlctl_servers.requests.limits import Limits, check_ids
 from rlctl_servers.requests.requests import Requests
-from rlctl_servers.server.admin_calls import LEAVING_S
+from rlctl_servers.server.admin_calls import LEAVING_S, Control
+from rlctl_servers.server.state import ServerState
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ class Turn:
 class Prober(abc.ABC):
     """Computes probes on a server without other callers."""
 
-    def __init__(self, product: str, requests: Requests, limits: Limits, turn: Turn) -> None:
-        self._turn = turn
-        self._product = product
+    def __init__(self, control: Control, state: ServerState, requests: Requests, limits: Limits, turn: Turn) -> None:
+        self._control = control
+        self._state = state
         self._requests = requests
         self._limits = limits
+        self._turn = turn
 
     async def probe(self, prompts: Sequence[ProbePrompt], call: Call) -> list[ProbePrompt]:
         """Return the prompts with the log probability of every token but the first.
@@ -100,7 +102,7 @@ class Prober(abc.ABC):
     async def _computing(self, call: Call) -> AsyncIterator[None]:
         """Let the server compute inside the block."""
         async with self._turn.taken(call):
-            self.refuse()
+            self._state.refuse_continue(updating=False)
             if not self.stopped:
                 yield
                 return
@@ -132,10 +134,6 @@ class Prober(abc.ABC):
     def stopped(self) -> bool: ...
 
     @abc.abstractmethod
-    def refuse(self) -> None:
-        """Raise if the pause cannot be lifted."""
-
-    @abc.abstractmethod
     async def go_on(self, call: Call) -> None:
         """Lift the pause for a probe or decode check."""
 
@@ -154,6 +152,6 @@ class Prober(abc.ABC):
         logprobs = list((await self.compute(tokens, 1, call)).logprobs)[:-1]
         if len(logprobs) != len(tokens) - 1:
             raise Reason.ANSWER_INVALID.error(
-                f"{self._product} gave {len(logprobs)} log probabilities after the first of {len(tokens)} tokens"
+                f"{self._state.product} gave {len(logprobs)} log probabilities after the first of {len(tokens)} tokens"
             )
         return ProbePrompt(token_ids=tokens, logprobs=logprobs)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, PAUSE_MODE_UNSPECIFIED, MemoryTag, PauseMode
 from rlctl.v1.verbs_pb2 import MemoryReport
+from rlctl_servers.server.server_info import check_tags
 
 
 @dataclass
@@ -19,6 +22,8 @@ class ServerState:
         updating: an update is open, and needs the pause.
         released: regions that are released.
     """
+
+    product: ClassVar[str]
 
     paused: PauseMode.ValueType = PAUSE_MODE_UNSPECIFIED
     holding: bool = False
@@ -37,6 +42,23 @@ class ServerState:
             raise Reason.MEMORY_RELEASED.error(f"released: {', '.join(names)}; generation needs every region")
         if updating:
             raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+
+    def release(
+        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+    ) -> frozenset[MemoryTag.ValueType]:
+        """Return the regions to release, without released regions. Empty ``tags`` stand for all known regions.
+
+        Raises FIELD_INVALID for a region that the engine does not have.
+        """
+        check_tags(self.product, tags, known)
+        return frozenset(tags or known) - self.released
+
+    def resume(
+        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+    ) -> frozenset[MemoryTag.ValueType]:
+        """Return the released regions to resume: some servers end at any other region. Raises as :meth:`release`."""
+        check_tags(self.product, tags, known)
+        return frozenset(tags or known) & self.released
 
     def memory_report(self, *, keeps_weights: bool) -> MemoryReport:
         """Return the released regions. ``keeps_weights``: released weights keep their content."""

@@ -7,30 +7,20 @@ from collections.abc import Sequence
 
 from rlctl_servers.requests import probe
 from rlctl_servers.requests.probe import Computed
-from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
-from rlctl_sglang.requests.bodies import SALT, Limits
-from rlctl_sglang.state import MODES, State
+from rlctl_sglang.requests.bodies import SALT
+from rlctl_sglang.state import MODES
 
 
 class Prober(probe.Prober):
     """Computes probes on one server."""
 
-    def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
-        super().__init__("SGLang", requests, limits, turn)
-        self._control = control
-        self._state = state
-
     @property
     def stopped(self) -> bool:
         return bool(self._state.paused)
-
-    def refuse(self) -> None:
-        """Raise MEMORY_RELEASED if the pause cannot be lifted."""
-        self._state.refuse_continue(updating=False)
 
     async def go_on(self, call: Call) -> None:
         await self._control.must("/continue_generation", {"torch_empty_cache": False}, call=call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.own_pause import OwnPause
@@ -55,8 +55,8 @@ async def release(
     its weights.
     """
     own = own_pause(control, state)
-    names = state.release(tags, known)
-    if names:
+    regions = state.release(tags, known)
+    if regions:
         if state.paired and active and not state.stopped:
             raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
         await own.hold(call)
@@ -67,9 +67,8 @@ async def release(
             refusal = _not_released(error)
             await own.let_go(call, refusal)
             raise refusal from error
-        regions = {tag for tag, name in TAGS.items() if name in names}
         try:
-            await control.must("/release_memory_occupation", {"tags": names}, call=call)
+            await control.must("/release_memory_occupation", {"tags": _names(regions)}, call=call)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
                 state.released |= regions  # no generation before the regions are resumed
@@ -89,13 +88,17 @@ async def resume(
     keeps_weights: bool,
 ) -> MemoryReport:
     """Resume the released regions among ``tags``. Regions that are not released are confirmed."""
-    names = state.resume(tags, known)
-    if names:
-        await control.must("/resume_memory_occupation", {"tags": names}, call=call)
-        state.released -= {tag for tag, name in TAGS.items() if name in names}
+    regions = state.resume(tags, known)
+    if regions:
+        await control.must("/resume_memory_occupation", {"tags": _names(regions)}, call=call)
+        state.released -= regions
     if not state.released:
         await own_pause(control, state).let_go(call)
     return state.memory_report(keeps_weights=keeps_weights)
+
+
+def _names(regions: Iterable[MemoryTag.ValueType]) -> list[str]:
+    return [TAGS[tag] for tag in sorted(regions)]
 
 
 def _not_released(error: RlctlError) -> RlctlError:

@@ -12,7 +12,6 @@ from rlctl_servers.server.admin_calls import Control
 
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
-from rlctl_vllm.options import PRODUCT
 from rlctl_vllm.requests.bodies import SALT, Limits
 from rlctl_vllm.requests.requests import GENERATE, id_of
 from rlctl_vllm.state import MODES, State
@@ -22,18 +21,12 @@ class Prober(probe.Prober):
     """Prober of a vLLM server."""
 
     def __init__(self, control: Control, state: State, requests: Requests, limits: Limits, turn: probe.Turn) -> None:
-        super().__init__(PRODUCT, requests, limits, turn)
-        self._control = control
+        super().__init__(control, state, requests, limits, turn)
         self._most = limits.most_logprobs
-        self._state = state
 
     @property
     def stopped(self) -> bool:
         return self._state.stopped
-
-    def refuse(self) -> None:
-        """Raise MEMORY_RELEASED if the server cannot continue."""
-        self._state.refuse_continue(updating=False)
 
     async def go_on(self, call: Call) -> None:
         await self._control.must("/resume", {}, call=call)

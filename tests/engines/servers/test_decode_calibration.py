@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rlctl_servers.engine import ServerEngine
 from rlctl_servers.requests.limits import Limits
 from rlctl_servers.requests.probe import Computed, Prober, Turn
+from rlctl_servers.server.state import ServerState
 
 from rlctl.contract.decode_check import FLOORS, OUTPUTS
 from rlctl.contract.errors import Reason, RlctlError
@@ -22,20 +24,22 @@ from rlctl.v1.verbs_pb2 import CHECK_ACTION_DECODE, DecodeReport
 LIMITS = Limits(vocab_size=100, context_length=64, longest_prompt=63, tokenizer=True)
 
 
+class State(ServerState):
+    product = "a server"
+
+
 class Server(Prober):
     """A server whose next token is the sum of those before it. ``decoded``: what decode adds to log probabilities."""
 
     def __init__(self, decoded: float = 0.0, failure: Exception | None = None, missing: int = 0) -> None:
         requests: Any = SimpleNamespace(hold=lambda: None)
-        super().__init__("a server", requests, LIMITS, Turn())
+        super().__init__(Mock(), State(), requests, LIMITS, Turn())
         self.calls: list[str] = []
         self._decoded, self._failure, self._missing = decoded, failure, missing
 
     @property
     def stopped(self) -> bool:
         return True
-
-    def refuse(self) -> None: ...
 
     async def go_on(self, call: Call) -> None:
         self.calls.append("go on")

@@ -74,9 +74,9 @@ def test_one_of_a_pair_ends_what_is_active_in_every_mode_that_it_has() -> None:
 
 def test_nothing_is_resumed_that_was_not_released() -> None:
     state = State(released={MEMORY_TAG_KV_CACHE})
-    assert state.resume([], KNOWN) == ["kv_cache"]
-    assert state.resume([MEMORY_TAG_WEIGHTS], KNOWN) == []
-    assert state.release([], KNOWN) == ["weights"]
+    assert state.resume([], KNOWN) == {MEMORY_TAG_KV_CACHE}
+    assert state.resume([MEMORY_TAG_WEIGHTS], KNOWN) == frozenset()
+    assert state.release([], KNOWN) == {MEMORY_TAG_WEIGHTS}
     for act in (state.release, state.resume):
         with pytest.raises(RlctlError) as refused:
             act([MEMORY_TAG_KV_CACHE, MEMORY_TAG_CUDA_GRAPH], KNOWN)
