@@ -118,7 +118,7 @@ def test_a_server_ends_in_order_though_its_engine_is_inside_torch() -> None:
 import os, signal, threading
 import click
 import torch
-from rlctl.cli.commands.serve import LOG_FORMAT, serve
+from rlctl.cli.commands.serve import PROCESS, serve
 
 torch.set_num_threads(1)
 
@@ -138,8 +138,8 @@ async def stop():
 @click.command()
 @click.pass_context
 def command(context):
-    context.meta[LOG_FORMAT] = "text"
-    serve(start, "INFO", False)
+    context.meta[PROCESS] = {"log_level": "INFO", "log_format": "text", "end_with_parent": False}
+    serve(start)
 
 command()
 """

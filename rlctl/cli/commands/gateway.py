@@ -9,8 +9,18 @@ from typing import Any, NoReturn
 import click
 
 from rlctl.cli.app.tls_options import tls_flags, tls_options
-from rlctl.cli.app.types import DURATION, LEVEL
-from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_OPTION, bound_metrics, serve
+from rlctl.cli.app.types import DURATION
+from rlctl.cli.commands.serve import (
+    ACCESS_OPTION,
+    METRICS_OPTION,
+    bound_metrics,
+    process_options,
+    process_setting,
+    serve,
+)
+
+_GENERATION = ("model", "policy", "admission", "resume", "tokenizer", "timeout_s", "max_inflight")
+"""Options that are settings of generation."""
 
 
 @click.command()
@@ -42,7 +52,12 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
     help="For chats; needed where versions come over groups.  [default: the latest version's checkpoint]",
 )
 @click.option(
-    "--request-timeout", default="10m", show_default=True, type=DURATION, help="Time limit of a request, with its wait."
+    "--request-timeout",
+    "timeout_s",
+    default="10m",
+    show_default=True,
+    type=DURATION,
+    help="Time limit of a request, with its wait.",
 )
 @click.option("--max-inflight", default=8192, show_default=True, type=click.IntRange(1), help="Most samples at a time.")
 @click.option(
@@ -70,7 +85,12 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
     "--admin-api-key-file", default="", help="omni: file with the key that admin requests need.  [default: none]"
 )
 @click.option(
-    "--drain", default="30s", show_default=True, type=DURATION, help="Time for running requests when the gateway ends."
+    "--drain",
+    "drain_s",
+    default="30s",
+    show_default=True,
+    type=DURATION,
+    help="Time for running requests when the gateway ends.",
 )
 @click.option("--token-file", default="", help="File with the bearer token. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN.")
 @ACCESS_OPTION
@@ -81,21 +101,10 @@ from rlctl.cli.commands.serve import ACCESS_OPTION, LOG_FORMAT_OPTION, METRICS_O
     "of callers.",
 )
 @tls_options
-@click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
-@LOG_FORMAT_OPTION
-@click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
+@process_options
 @METRICS_OPTION
 def gateway(
-    coordinator: str,
-    dialect: str,
     listen: str,
-    model: str,
-    policy: str,
-    admission: str,
-    resume: Any,
-    tokenizer: str,
-    request_timeout: float,
-    max_inflight: int,
     middleware_paths: tuple[str, ...],
     slime_paths: tuple[str, ...],
     router_backend: str,
@@ -104,27 +113,15 @@ def gateway(
     router_policy: str,
     workers: int,
     admin_api_key_file: str,
-    drain: float,
     token_file: str,
-    access_file: str,
-    insecure: bool,
-    log_level: str,
-    end_with_parent: bool,
     metrics: str,
+    **given: Any,
 ) -> None:
     """Run an HTTP gateway, with one dialect, in front of a fleet."""
     from rlctl.runtime.server_process import announce
 
     paths = (*middleware_paths, *(path for option_value in slime_paths for path in option_value.split()))
-    settings = {
-        "model": model,
-        "policy": policy,
-        "admission": admission,
-        "resume": resume,
-        "tokenizer": tokenizer,
-        "timeout_s": request_timeout,
-        "max_inflight": max_inflight,
-    }
+    settings = {name: given.pop(name) for name in _GENERATION}
 
     if router_backend and workers > 1:
         raise click.UsageError("--router-backend is for one worker")
@@ -135,9 +132,9 @@ def gateway(
     scheme = "https" if any(files.values()) else "http"
 
     def told(address: str, **facts: str) -> None:
-        announce("gateway", address=f"{scheme}://{address}", dialect=dialect, pid=os.getpid(), **facts)
+        announce("gateway", address=f"{scheme}://{address}", dialect=given["dialect"], pid=os.getpid(), **facts)
 
-    def run(listen: str, told: Callable[..., None], *, end_with_parent: bool, number: int = 0) -> NoReturn:
+    def run(listen: str, told: Callable[..., None], *, forked: bool = False, number: int = 0) -> NoReturn:
         from rlctl.gateway.backend.service import Settings
         from rlctl.gateway.router.process import SglangRouter
         from rlctl.gateway.server import GatewayConfig, GatewayServer
@@ -149,25 +146,21 @@ def gateway(
         token, router = load_token(file=token_file), None
         if router_backend:
             # The router checks the fleet's own token only.
-            refuse_insecure(router_listen, token=token, insecure=insecure)
+            refuse_insecure(router_listen, token=token, insecure=given["insecure"])
             host, port = split(router_listen, "router_listen")
             router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs, token=token)
 
         config = GatewayConfig(
-            coordinator=coordinator,
-            dialect=dialect,
             listen=listen,
             token=token,
-            access_file=access_file,
-            insecure=insecure,
             middleware_paths=paths,
             generation=Settings(**settings, admin_api_key=key or ""),
             share_port=workers > 1,
-            drain_s=drain,
             warm=True,
             router=router,
             metrics=_port_of(metrics, number),
             tls=load_tls({}, **files),
+            **given,
         )
 
         async def start() -> Callable[[], Any]:
@@ -181,16 +174,14 @@ def gateway(
             told(server.address, **facts, **bound_metrics(server.metrics_address))
             return server.stop
 
-        serve(start, log_level, end_with_parent)
+        serve(start, end_with_parent=forked)
 
     if workers == 1:
-        run(listen, told, end_with_parent=end_with_parent)
-    _fork(workers, listen, run, told, end_with_parent=end_with_parent)
+        run(listen, told)
+    _fork(workers, listen, run, told)
 
 
-def _fork(
-    workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], *, end_with_parent: bool
-) -> NoReturn:
+def _fork(workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None]) -> NoReturn:
     """Start several processes on a shared port. gRPC is not loaded before the fork."""
     from rlctl.contract.os_errors import unbound
     from rlctl.gateway.prefork import Workers, hold
@@ -203,10 +194,8 @@ def _fork(
     except OSError as error:
         raise unbound(listen, error) from None
     address = join(host, bound)
-    parent = Workers(
-        workers, lambda ready, number: run(address, lambda *_, **__: ready(), end_with_parent=True, number=number)
-    )
-    code = parent.run(lambda: told(address), end_with_parent=end_with_parent)
+    parent = Workers(workers, lambda ready, number: run(address, lambda *_, **__: ready(), forked=True, number=number))
+    code = parent.run(lambda: told(address), end_with_parent=process_setting("end_with_parent"))
     reserved_socket.close()
     server_process.end(code)
 

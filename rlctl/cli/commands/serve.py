@@ -43,19 +43,36 @@ ACCESS_OPTION = click.option(
 )
 
 
-LOG_FORMAT = "rlctl.log_format"
+PROCESS = "rlctl.process"
+"""Key of the process options in a context's ``meta``."""
 
-LOG_FORMAT_OPTION = click.option(
-    "--log-format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    envvar="RLCTL_LOG_FORMAT",
-    show_envvar=True,
-    expose_value=False,
-    callback=lambda context, _, value: context.meta.__setitem__(LOG_FORMAT, value),
-    help="Lines of the log as text, or as JSON with operation, update, slot and epoch.",
+
+def _process_option(*arguments: str, **settings: Any) -> Callable[..., Any]:
+    """Return an option of :func:`serve`, which is no argument of the command."""
+
+    def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        context.meta.setdefault(PROCESS, {})[parameter.name] = value
+
+    return click.option(*arguments, expose_value=False, callback=keep, **settings)
+
+
+_PROCESS_OPTIONS = (
+    _process_option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
+    _process_option(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        envvar="RLCTL_LOG_FORMAT",
+        show_envvar=True,
+        help="Lines of the log as text, or as JSON with operation, update, slot and epoch.",
+    ),
+    _process_option("--end-with-parent", is_flag=True, help="End when standard input ends."),
 )
+
+
+def process_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    return _with(command, _PROCESS_OPTIONS)
 
 
 def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,9 +87,7 @@ def _server_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Bind an address that other hosts can reach, without a token or certificates.",
         ),
         *TLS_OPTIONS,
-        click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr."),
-        LOG_FORMAT_OPTION,
-        click.option("--end-with-parent", is_flag=True, help="End when standard input ends."),
+        *_PROCESS_OPTIONS,
     )
     return _with(command, options)
 
@@ -97,6 +112,28 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def _secured(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration, with the token and the certificate of the process."""
+    from rlctl.transport.auth import load_token
+    from rlctl.transport.tls.credentials import load_tls
+
+    token_file = given.pop("token_file")
+    return {**given, "token": load_token(file=token_file), "tls": load_tls({}, **tls_flags())}
+
+
+def _engine_config(given: dict[str, Any], rank: int) -> Any:
+    """Move the options of :func:`_engine_options`, except the plug-in's name, into an engine configuration."""
+    from rlctl.engine import EngineConfig, brings_ranks
+    from rlctl.launch.local import gpus
+
+    names = ("model_path", "tp_size", "device", "dtype", "options", "node")
+    engine, settings = given["engine"], {name: given.pop(name) for name in names}
+    settings["device"] = gpus.of_process(settings["device"], engine, rank)
+    settings["options"] = pairs(settings["options"])
+    followers = len(given.get("followers", ())) if brings_ranks(engine) else 0
+    return EngineConfig(rank=rank, nodes=1 + followers, **settings)
 
 
 @click.command()
@@ -145,19 +182,12 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
 def coordinator(
     journal: str,
     new: bool,
-    heal_by_hand: tuple[str, ...],
     admit_only: str | None,
     owner_grace: float | None,
     heal_grace: float | None,
     audit_retention: float | None,
-    access_file: str,
-    listen: str,
-    token_file: str,
-    insecure: bool,
-    log_level: str,
-    end_with_parent: bool,
-    metrics: str,
     web: str,
+    **given: Any,
 ) -> None:
     """Run a coordinator."""
     from rlctl.coordinator.audit import KEPT_S
@@ -165,8 +195,6 @@ def coordinator(
     from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
     from rlctl.coordinator.updates.manager import Graces
     from rlctl.runtime.server_process import announce
-    from rlctl.transport.auth import load_token
-    from rlctl.transport.tls.credentials import load_tls
 
     if web:
         refuse_without_aiohttp()
@@ -175,17 +203,7 @@ def coordinator(
     path = Path(journal) if journal else state_directory() / "journal.db"
     topology = None if admit_only is None else tuple(filter(None, admit_only.split(",")))
     config = CoordinatorConfig(
-        path,
-        listen,
-        load_token(file=token_file),
-        insecure,
-        heal_by_hand=heal_by_hand,
-        topology=topology,
-        graces=graces,
-        metrics=metrics,
-        access_file=access_file,
-        tls=load_tls({}, **tls_flags()),
-        audit_kept_s=audit_retention or KEPT_S,
+        path, topology=topology, graces=graces, audit_kept_s=audit_retention or KEPT_S, **_secured(given)
     )
 
     async def start() -> Callable[[], Any]:
@@ -214,7 +232,7 @@ def coordinator(
         return stop
 
     ends: list[Awaitable[object]] = []
-    serve(start, log_level, end_with_parent, ends)
+    serve(start, ends)
 
 
 @click.command()
@@ -260,65 +278,14 @@ def coordinator(
 @_engine_options
 @_server_options
 @METRICS_OPTION
-def stage(
-    slot: str,
-    model: str,
-    coordinator: str,
-    followers: tuple[str, ...],
-    rollout_listen: str,
-    data_listen: str,
-    advertise: str,
-    weight_version: str,
-    frozen: bool,
-    worker_type: str,
-    access_file: str,
-    restarts: int,
-    restarts_within: float,
-    engine: str,
-    model_path: str,
-    tp_size: int,
-    device: str,
-    dtype: str,
-    options: tuple[str, ...],
-    node: str,
-    listen: str,
-    token_file: str,
-    insecure: bool,
-    log_level: str,
-    end_with_parent: bool,
-    metrics: str,
-) -> None:
+def stage(restarts: int, restarts_within: float, **given: Any) -> None:
     """Run a stage server: rank 0 of one engine."""
-    from rlctl.engine import EngineConfig, brings_ranks
-    from rlctl.launch.local import gpus
     from rlctl.runtime.server_process import announce
     from rlctl.stage.server import StageConfig, StageServer
-    from rlctl.transport.auth import load_token
-    from rlctl.transport.tls.credentials import load_tls
 
-    device = gpus.of_process(device, engine, 0)
-    nodes = 1 + len(followers) if brings_ranks(engine) else 1
-    config = StageConfig(
-        slot=slot,
-        model=model,
-        engine=engine,
-        engine_config=EngineConfig(model_path, 0, tp_size, node, device, dtype, pairs(options), nodes),
-        followers=followers,
-        listen=listen,
-        rollout_listen=rollout_listen,
-        data_listen=data_listen,
-        advertise=advertise,
-        coordinator=coordinator,
-        weight_version=weight_version,
-        frozen=frozen,
-        worker_type=worker_type,
-        token=load_token(file=token_file),
-        access_file=access_file,
-        insecure=insecure,
-        metrics=metrics,
-        restarts=RestartLimit(restarts, restarts_within),
-        tls=load_tls({}, **tls_flags()),
-    )
+    engine_config = _engine_config(given, 0)
+    limit = RestartLimit(restarts, restarts_within)
+    config = StageConfig(engine_config=engine_config, restarts=limit, **_secured(given))
 
     async def start() -> Callable[[], Any]:
         server = StageServer(config)
@@ -333,45 +300,20 @@ def stage(
         )
         return server.stop
 
-    serve(start, log_level, end_with_parent)
+    serve(start)
 
 
 @click.command()
 @click.option("--rank", required=True, type=click.IntRange(1), help="Rank, 1 or more; of sglang: number of the node.")
 @_engine_options
 @_server_options
-def worker(
-    rank: int,
-    engine: str,
-    model_path: str,
-    tp_size: int,
-    device: str,
-    dtype: str,
-    options: tuple[str, ...],
-    node: str,
-    listen: str,
-    token_file: str,
-    insecure: bool,
-    log_level: str,
-    end_with_parent: bool,
-) -> None:
+def worker(rank: int, **given: Any) -> None:
     """Run a follower rank. The engine starts when rank 0 attaches. The process ends when rank 0 ends."""
-    from rlctl.engine import EngineConfig
-    from rlctl.launch.local import gpus
     from rlctl.runtime.server_process import announce
-    from rlctl.transport.auth import load_token
-    from rlctl.transport.tls.credentials import load_tls
     from rlctl.worker.server import WorkerConfig, WorkerServer
 
-    device = gpus.of_process(device, engine, rank)
-    config = WorkerConfig(
-        engine=engine,
-        engine_config=EngineConfig(model_path, rank, tp_size, node, device, dtype, pairs(options)),
-        listen=listen,
-        token=load_token(file=token_file),
-        insecure=insecure,
-        tls=load_tls({}, **tls_flags()),
-    )
+    engine_config = _engine_config(given, rank)
+    config = WorkerConfig(engine_config=engine_config, **_secured(given))
 
     async def start() -> Callable[[], Any]:
         server = WorkerServer(config)
@@ -381,7 +323,7 @@ def worker(
         return server.stop
 
     ends: list[Awaitable[object]] = []
-    serve(start, log_level, end_with_parent, ends)
+    serve(start, ends)
 
 
 def refuse_without_aiohttp() -> None:
@@ -396,15 +338,17 @@ def bound_metrics(address: str) -> dict[str, str]:
     return {"metrics_address": address} if address else {}
 
 
+def process_setting(name: str) -> Any:
+    """Return the value of one of :func:`process_options` of the running command."""
+    return click.get_current_context().meta[PROCESS][name]
+
+
 def serve(
-    start: Callable[[], Any],
-    log_level: str,
-    end_with_parent: bool,
-    ends: Sequence[Awaitable[object]] = (),
+    start: Callable[[], Any], ends: Sequence[Awaitable[object]] = (), *, end_with_parent: bool = False
 ) -> NoReturn:
     """Start, wait for SIGTERM or the first of the ``ends`` that ``start`` adds, stop, and end the process.
 
-    An error of an end sets the exit status.
+    An error of an end sets the exit status. ``end_with_parent``: as the option of that name.
     """
     from rlctl.cli.app.exit_codes import of_reason
     from rlctl.contract.errors import RlctlError
@@ -412,8 +356,10 @@ def serve(
 
     context = click.get_current_context()
     fields = {name: context.params[name] for name in ("slot", "model", "rank") if context.params.get(name)}
-    logs.configure(log_level, context.meta[LOG_FORMAT], {"process": str(context.info_name), **fields})
+    fields = {"process": str(context.info_name), **fields}
+    logs.configure(process_setting("log_level"), process_setting("log_format"), fields)
     server_process.collect_seldom()
+    end_with_parent = end_with_parent or process_setting("end_with_parent")
 
     async def main() -> None:
         stop = server_process.stop_event()

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from rlctl.cli.app.types import DURATION, LEVEL, pairs
-from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
+from rlctl.cli.app.types import DURATION, pairs
+from rlctl.cli.commands.serve import DEVICE_OPTION, process_options, serve
 
 
 @click.command("vllm")
@@ -46,32 +46,16 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, LOG_FORMAT_OPTION, serve
 )
 @DEVICE_OPTION
 @click.option("--python", default="", help="Interpreter that vLLM is installed for.  [default: RLCTL_VLLM_VENV's]")
-@click.option("--start-timeout", default="15m", show_default=True, type=DURATION, help="Time limit of the launch.")
+@click.option(
+    "--start-timeout", "start_s", default="15m", show_default=True, type=DURATION, help="Time limit of the launch."
+)
 @click.option(
     "--token-file", default="", help="File with the token of admin verbs. Else RLCTL_TOKEN_FILE, RLCTL_TOKEN."
 )
 @click.option("--insecure", is_flag=True, help="Bind an address that other hosts can reach, without a token.")
-@click.option("--log-level", default="INFO", show_default=True, type=LEVEL, help="Level of the log on stderr.")
-@LOG_FORMAT_OPTION
-@click.option("--end-with-parent", is_flag=True, help="End when standard input ends.")
+@process_options
 def sidecar_vllm(
-    upstream: str,
-    launch: str,
-    listen: str,
-    routers: tuple[str, ...],
-    advertise: str,
-    coordinator: str,
-    route: str,
-    api_key_file: str,
-    arguments: tuple[str, ...],
-    tp_size: int,
-    device: str,
-    python: str,
-    start_timeout: float,
-    token_file: str,
-    insecure: bool,
-    log_level: str,
-    end_with_parent: bool,
+    listen: str, arguments: tuple[str, ...], device: str, token_file: str, insecure: bool, **given: Any
 ) -> None:
     """Run SGLang's HTTP interface in front of a vLLM."""
     from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
@@ -84,23 +68,8 @@ def sidecar_vllm(
     token = load_token(file=token_file)
     refuse_insecure(listen, token=token, insecure=insecure)
     host, port = split(listen, "listen")
-    config = SidecarConfig(
-        upstream=upstream,
-        launch=launch,
-        host=host,
-        port=port,
-        arguments=pairs(arguments),
-        tp_size=tp_size,
-        device=gpus.of_process(device, "vllm", 0),
-        python=python,
-        start_s=start_timeout,
-        api_key_file=api_key_file,
-        coordinator=coordinator,
-        routers=routers,
-        advertise=advertise,
-        token=token,
-        route=route,
-    )
+    device = gpus.of_process(device, "vllm", 0)
+    config = SidecarConfig(host=host, port=port, arguments=pairs(arguments), device=device, token=token, **given)
     ends: list[Awaitable[object]] = []
 
     async def start() -> Callable[[], Any]:
@@ -114,4 +83,4 @@ def sidecar_vllm(
         ends.append(server.failed)
         return server.stop
 
-    serve(start, log_level, end_with_parent, ends)
+    serve(start, ends)
