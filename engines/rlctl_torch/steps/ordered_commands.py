@@ -6,13 +6,14 @@ refused. The refusal travels in the plan, so that all ranks refuse together and 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
@@ -31,15 +32,17 @@ ANSWER_S = 0.2
 """Seconds kept back of a command's time, so that a refusal for lack of time reaches its caller in time."""
 
 
-class Action(Protocol):
+class Action(abc.ABC):
     """The effect of a verb, independent of the transport of its command."""
 
     def admit(self) -> bool:
         """Return True to run, or False to be asked again soon; raise to refuse. Rank 0 only, before the step."""
+        return True
 
-    def give_up(self) -> None:
+    def give_up(self) -> None:  # noqa: B027 (most admissions change nothing)
         """Undo :meth:`admit`, because the command will not run; rank 0 only."""
 
+    @abc.abstractmethod
     def run(self) -> Message | Later | None:
         """Carry out the verb on every rank, at the step. Return the verb's data or background work.
 

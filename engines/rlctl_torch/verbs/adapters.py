@@ -29,11 +29,11 @@ from rlctl_torch.model.lora import LoraAdapter
 from rlctl_torch.rank import OpenUpdate, Rank, Weights, refuse
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Broken
-from rlctl_torch.steps.ordered_commands import with_outcome
+from rlctl_torch.steps.ordered_commands import Action, with_outcome
 from rlctl_torch.verbs.update import InUpdate, add_seconds
 
 
-class PrepareAdapter:
+class PrepareAdapter(Action):
     """PrepareUpdate of kind adapter. A repeat of the update starts anew."""
 
     def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
@@ -64,9 +64,6 @@ class PrepareAdapter:
         if not stopped and rank.scheduler is not None and not rank.scheduler.is_paused(name):
             refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> WeightsReport:
         """Stage memory for the tensors, unless the adapter comes from disk."""
@@ -164,7 +161,7 @@ class LoadAdapter(InUpdate):
         return stored
 
 
-class Unload:
+class Unload(Action):
     """UnloadAdapter, optionally with an abort of its requests."""
 
     def __init__(self, rank: Rank, request: UnloadAdapterRequest) -> None:
@@ -182,9 +179,6 @@ class Unload:
         if not self._request.abort_requests:
             refuse(rank.scheduler.using(name), f"are waiting or running with adapter {name!r}")
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> AdapterList:
         """Unload the adapter and end its requests."""

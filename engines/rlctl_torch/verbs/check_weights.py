@@ -38,6 +38,7 @@ from rlctl_torch.model.shadow_copy import Shadow
 from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Council
+from rlctl_torch.steps.ordered_commands import Action
 from rlctl_torch.verbs.decode_check import check_decode
 from rlctl_torch.verbs.probe import log_probabilities, refuse_prompts
 
@@ -56,7 +57,7 @@ def actions(rank: Rank) -> list[CheckAction.ValueType]:
     return [action for action in ACTIONS if action != CHECK_ACTION_DECODE or rank.calibration is not None]
 
 
-class Check:
+class Check(Action):
     """CheckWeights, every action.
 
     Digests of shadow copies, and of the served weights while steps continue, run in the background. Everything else
@@ -101,9 +102,6 @@ class Check:
         if self._request.shadow:
             self._shadow()
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> CheckReport | Later:
         """Carry out the action. Raises DIGEST_MISMATCH if the model digest differs from the expected digest."""

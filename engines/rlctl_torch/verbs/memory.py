@@ -9,12 +9,13 @@ from rlctl.v1.common_pb2 import MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS, MemoryT
 from rlctl.v1.verbs_pb2 import MemoryReport, ReleaseMemoryRequest, ResumeMemoryRequest
 from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.steps.heap import give_back
+from rlctl_torch.steps.ordered_commands import Action
 
 TAGS = (MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS)
 """The regions of this engine."""
 
 
-class Release:
+class Release(Action):
     """ReleaseMemory. A region that is already released is confirmed."""
 
     def __init__(self, rank: Rank, request: ReleaseMemoryRequest) -> None:
@@ -33,9 +34,6 @@ class Release:
                 metadata={"count": str(rank.scheduler.running)},
             )
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> MemoryReport:
         """Free the regions. Raises, before any is freed, MEMORY_FULL if the host has no room for the weights, and
@@ -76,18 +74,12 @@ class Release:
             raise Reason.MEMORY_FULL.error(shortage)
 
 
-class Resume:
+class Resume(Action):
     """ResumeMemory. A region that is not released is confirmed. Weights that were not kept return as zeros."""
 
     def __init__(self, rank: Rank, request: ResumeMemoryRequest) -> None:
         self._rank = rank
         self._tags = _tags(request.tags) or set(TAGS)
-
-    def admit(self) -> bool:
-        return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> MemoryReport:
         """Allocate the regions again: all regions on all ranks, or nothing. Raises MEMORY_FULL."""

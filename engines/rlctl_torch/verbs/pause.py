@@ -23,6 +23,7 @@ from rlctl.v1.verbs_pb2 import (
     PauseGenerationRequest,
 )
 from rlctl_torch.rank import Rank, Weights
+from rlctl_torch.steps.ordered_commands import Action
 
 PAUSE_MODES = (PAUSE_MODE_ABORT, PAUSE_MODE_RETRACT, PAUSE_MODE_IN_PLACE, PAUSE_MODE_DRAIN)
 CACHE_TIERS = ("kv",)
@@ -33,7 +34,7 @@ def mode_name(mode: PauseMode.ValueType) -> str:
     return PauseMode.Name(mode).removeprefix("PAUSE_MODE_").lower()
 
 
-class Pause:
+class Pause(Action):
     """PauseGeneration. A repeat of the mode is confirmed; new requests wait during the pause."""
 
     def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
@@ -77,7 +78,7 @@ class Pause:
         rank.paused = self._mode
 
 
-class PauseAdapter:
+class PauseAdapter(Action):
     """PauseGeneration of an adapter. A repeat of the mode is confirmed; new requests wait during the pause."""
 
     def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
@@ -116,25 +117,19 @@ class PauseAdapter:
             self._rank.scheduler.pause_adapter(self._name, self._mode)
 
 
-class ContinueAdapter:
+class ContinueAdapter(Action):
     """ContinueGeneration of an adapter, in any state of the weights. Confirms if the adapter is not paused."""
 
     def __init__(self, rank: Rank, request: ContinueGenerationRequest) -> None:
         self._rank = rank
         self._name = request.adapter
 
-    def admit(self) -> bool:
-        return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
-
     def run(self) -> None:
         if self._rank.scheduler is not None:
             self._rank.scheduler.continue_adapter(self._name)
 
 
-class Continue:
+class Continue(Action):
     """ContinueGeneration. Confirms if generation is not paused."""
 
     def __init__(self, rank: Rank, request: ContinueGenerationRequest) -> None:
@@ -155,16 +150,13 @@ class Continue:
             raise Reason.WEIGHTS_STALE.error("the weights were released, and no update has written them since")
         return True
 
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
-
     def run(self) -> None:
         if self._empty_cache and self._rank.device.type == "cuda":
             torch.cuda.empty_cache()
         self._rank.paused = PAUSE_MODE_UNSPECIFIED
 
 
-class Flush:
+class Flush(Action):
     """FlushCache. The engine keeps no entries after their request, so the flush only checks for entries in use."""
 
     def __init__(self, rank: Rank, request: FlushCacheRequest) -> None:
@@ -186,9 +178,6 @@ class Flush:
                 f"{running} samples are {state} and use their KV entries", metadata={"count": str(running)}
             )
         return False
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> FlushReport:
         """Report the entries dropped by finished and retracted samples since the last flush; rank 0 counts."""

@@ -22,10 +22,10 @@ from rlctl.weights.tensor.buckets import from_proto
 from rlctl.weights.tensor.work import Stop
 from rlctl_torch.rank import Rank, Weights
 from rlctl_torch.steps.background import Later
-from rlctl_torch.steps.ordered_commands import with_outcome
+from rlctl_torch.steps.ordered_commands import Action, with_outcome
 
 
-class Send:
+class Send(Action):
     """Gather and broadcast the tensors of the buckets."""
 
     def __init__(self, rank: Rank, request: SendWeightsRequest) -> None:
@@ -52,9 +52,6 @@ class Send:
         if rank.weights is not Weights.WHOLE:
             raise Reason.WEIGHTS_DIRTY.error(f"the weights are {rank.weights.value}")
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> WeightsReport | Later:
         """Check on all ranks, then gather and broadcast: in the background, unless steps are at rest."""

@@ -42,12 +42,12 @@ from rlctl_torch.model.shadow_copy import Shadow
 from rlctl_torch.rank import OpenUpdate, Rank, Weights, refuse
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Broken
-from rlctl_torch.steps.ordered_commands import with_outcome
+from rlctl_torch.steps.ordered_commands import Action, with_outcome
 
 _LESS_THAN_FULL = (UPDATE_KIND_PARTIAL, UPDATE_KIND_DELTA)
 
 
-class Prepare:
+class Prepare(Action):
     """PrepareUpdate. A repeat of the update starts anew: nothing counts as written."""
 
     def __init__(self, rank: Rank, request: PrepareUpdateRequest, update_id: str) -> None:
@@ -86,9 +86,6 @@ class Prepare:
         if not self._abort_all and not self._staged:
             rank.refuse_active()
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def run(self) -> WeightsReport | Later:
         """Open the update. From now on no request runs, unless the update is staged: its copy is made in the
@@ -139,7 +136,7 @@ class Prepare:
         return shadow, Receiver(shards), shards
 
 
-class InUpdate:
+class InUpdate(Action):
     """Base of the actions in an open update."""
 
     def __init__(self, rank: Rank, update_id: str) -> None:
@@ -150,9 +147,6 @@ class InUpdate:
         """Refuse unless the command belongs to the open update."""
         self._open()
         return True
-
-    def give_up(self) -> None:
-        """Undo nothing: :meth:`admit` changes nothing."""
 
     def _open(self) -> OpenUpdate:
         update = self._rank.update
