@@ -7,11 +7,11 @@
                         rank ``model.safetensors``
 "flattened_bucket"      full tensors under checkpoint names, packed into buckets of bytes: each tensor of the files is
                         one bucket (1-d, U8), and the file's metadata describes its contents
-any other name          a loader that was registered under this name
+any other name          an installed loader of this name
 ======================  =================================================================================
 
-A custom loader is a callable ``(path) -> StoredWeights`` that is installed with the engine: registered in its process
-with :func:`register_loader`, or through the entry point group ``rlctl.loaders``. A request only names one of these
+A custom loader is a callable ``(path) -> StoredWeights`` that is installed with the engine, as an entry point of the
+group ``rlctl.loaders``. It opens and checks a directory, and raises typed errors. A request only names one of these
 loaders; a name is never imported.
 """
 
@@ -46,27 +46,12 @@ BUCKETS = "rlctl.buckets"
 
 Loader = Callable[[str], StoredWeights]
 
-_registered: dict[str, Loader] = {}
 _PART = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors")
-
-
-def register_loader(name: str, loader: Loader) -> None:
-    """Register a loader in this process. The loader opens and checks a directory, and raises typed errors.
-
-    Raises FIELD_INVALID if the name is taken.
-    """
-    if name in (*STANDARD, DIRECT, FLATTENED) or name in _registered:
-        raise Reason.FIELD_INVALID.error(f"a loader {name!r} exists already", field="load_format")
-    _registered[name] = loader
-
-
-def unregister_loader(name: str) -> None:
-    _registered.pop(name, None)
 
 
 def load_formats() -> list[str]:
     """Return every name that :func:`open_stored` accepts."""
-    return sorted({*STANDARD[1:], DIRECT, FLATTENED, *_registered, *(p.name for p in entry_points(group=GROUP))})
+    return sorted({*STANDARD[1:], DIRECT, FLATTENED, *(point.name for point in entry_points(group=GROUP))})
 
 
 def check_format(name: str) -> None:
@@ -100,8 +85,6 @@ def open_stored(path: str, load_format: str = "", *, rank: int = 0, size: int = 
 
 
 def _find(name: str) -> Loader:
-    if name in _registered:
-        return _registered[name]
     (point,) = entry_points(group=GROUP, name=name)
     loader: Loader = point.load()
     return loader

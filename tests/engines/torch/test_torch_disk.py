@@ -33,7 +33,6 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromDiskRequest,
 )
 from rlctl.weights.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from rlctl.weights.checkpoint.load_formats import register_loader, unregister_loader
 from rlctl.weights.checkpoint.safetensors_file import TensorFile
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.digest import ModelDigest
@@ -393,53 +392,61 @@ async def test_direct_takes_the_engines_own_parameters(stage: Stage, new: str, t
     assert (error.reason, "not of" in error.message) == (Reason.CHECKPOINT_MISMATCH, True)
 
 
-async def test_a_loader_is_found_by_the_name_it_was_registered_under(stage1: Stage, new: str) -> None:
-    opened: list[str] = []
+opened: list[str] = []
 
-    def swapped(path: str) -> Checkpoint:
-        opened.append(path)
-        return open_checkpoint(path)
 
-    register_loader("swapped", swapped)
-    try:
-        with pytest.raises(RlctlError, match="already"):
-            register_loader("swapped", swapped)
-        update = await prepare(stage1)
-        await stage1(disk(new, load_format="swapped"), update=update)
-        await stage1(CommitUpdateRequest(), update=update)
-        assert opened == [new]
-        await check_serves(stage1, new)
-    finally:
-        unregister_loader("swapped")
+def swapped(path: str) -> Checkpoint:
+    opened.append(path)
+    return open_checkpoint(path)
+
+
+class Failing(Checkpoint):
+    def read_into(self, wanted: Any, *, threads: int = 0) -> int:
+        super().read_into(wanted[:3])
+        raise ZeroDivisionError("a defect")
+
+
+def failing(path: str) -> Checkpoint:
+    found = open_checkpoint(path)
+    return Failing(path, found.config, found.files)
+
+
+def breaking(path: str) -> Checkpoint:
+    raise KeyError(path)
+
+
+@pytest.fixture
+def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three loaders are installed."""
+    about = tmp_path / "loaders-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: loaders\nVersion: 1.0\n")
+    names = ("swapped", "failing", "breaking")
+    points = [f"{name} = {__name__}:{name}" for name in names]
+    (about / "entry_points.txt").write_text("\n".join(["[rlctl.loaders]", *points]))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("loaders")
+async def test_a_loader_is_found_by_the_name_it_was_installed_under(stage1: Stage, new: str) -> None:
+    opened.clear()
+    update = await prepare(stage1)
+    await stage1(disk(new, load_format="swapped"), update=update)
+    await stage1(CommitUpdateRequest(), update=update)
+    assert opened == [new]
+    await check_serves(stage1, new)
     await load(stage1, stage1.config.model_path)
 
 
+@pytest.mark.usefixtures("loaders")
 async def test_a_loader_that_fails_in_the_middle_is_rolled_back(stage1: Stage, new: str) -> None:
-    class Failing(Checkpoint):
-        def read_into(self, wanted: Any, *, threads: int = 0) -> int:
-            super().read_into(wanted[:3])
-            raise ZeroDivisionError("a defect")
-
-    def opens(path: str) -> Checkpoint:
-        found = open_checkpoint(path)
-        return Failing(path, found.config, found.files)
-
-    def breaks(path: str) -> Checkpoint:
-        raise KeyError(path)
-
-    register_loader("failing", opens)
-    register_loader("breaking", breaks)
-    try:
-        update = await prepare(stage1)
-        error = await all_refuse(stage1, disk(new, load_format="failing"), update=update)
-        assert (error.reason, error.outcome) == (Reason.CHECKPOINT_NOT_FOUND, OUTCOME_REJECTED)
-        assert "a defect" in error.message
-        error = await all_refuse(stage1, disk(new, load_format="breaking"), update=update)
-        assert (error.reason, error.outcome) == (Reason.CHECKPOINT_NOT_FOUND, OUTCOME_REJECTED)
-        await stage1(AbortUpdateRequest(), update=update)
-    finally:
-        unregister_loader("failing")
-        unregister_loader("breaking")
+    update = await prepare(stage1)
+    error = await all_refuse(stage1, disk(new, load_format="failing"), update=update)
+    assert (error.reason, error.outcome) == (Reason.CHECKPOINT_NOT_FOUND, OUTCOME_REJECTED)
+    assert "a defect" in error.message
+    error = await all_refuse(stage1, disk(new, load_format="breaking"), update=update)
+    assert (error.reason, error.outcome) == (Reason.CHECKPOINT_NOT_FOUND, OUTCOME_REJECTED)
+    await stage1(AbortUpdateRequest(), update=update)
     await check_serves(stage1, stage1.config.model_path)
 
 
