@@ -28,3 +28,9 @@ def set_duration(target: Duration, seconds: float) -> None:
 def seconds(value: Duration) -> float:
     """Return the seconds of a duration; 0.0 if unset."""
     return value.seconds + value.nanos / 1e9
+
+
+def add_seconds(total: Duration, more: float) -> None:
+    nanos = total.nanos + round(more * 1e9)
+    total.seconds += nanos // 10**9
+    total.nanos = nanos % 10**9

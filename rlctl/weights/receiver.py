@@ -18,8 +18,10 @@ from typing import Literal
 
 import torch
 
+from rlctl.contract.durations import add_seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
+from rlctl.v1.verbs_pb2 import WeightsReport
 from rlctl.weights.group.process_group import INTERRUPTED, WeightGroup
 from rlctl.weights.group.sender import SendStats, send, wire_device
 from rlctl.weights.shards.shard_map import ShardMap
@@ -45,6 +47,13 @@ class ReceiveStats:
     bytes_received: int = 0
     transfer_s: float = 0.0
     load_s: float = 0.0
+
+    def add_to(self, report: WeightsReport) -> WeightsReport:
+        report.tensors += self.tensors
+        report.bytes_received += self.bytes_received
+        add_seconds(report.transfer, self.transfer_s)
+        add_seconds(report.load, self.load_s)
+        return report
 
 
 class Receiver:

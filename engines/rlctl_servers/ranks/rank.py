@@ -46,7 +46,7 @@ from rlctl_servers.ranks.checks import checksum, refuse_check
 from rlctl_servers.ranks.model import Places, RankModel
 from rlctl_servers.ranks.protocol import PROTOCOL
 from rlctl_servers.ranks.rank_exchange import Together, agreed
-from rlctl_servers.ranks.receiving import add, check_complete, groups_of, receive
+from rlctl_servers.ranks.receiving import check_complete, groups_of, receive
 from rlctl_servers.ranks.staged_update import StagedUpdate
 
 log = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class Rank:
         self._model.use_loader("")
         loading.prepare()
         try:
-            return add(self._report, receive(stream, joined, self._groups, self._receiver, timeout_s))
+            return receive(stream, joined, self._groups, self._receiver, timeout_s).add_to(self._report)
         except RlctlError as error:
             raise self._judged(error) from error
 
@@ -321,7 +321,7 @@ class Rank:
         self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)
         loading.prepare()
         try:
-            return add(self._report, self._segments.read(checked, self._receiver))
+            return self._segments.read(checked, self._receiver).add_to(self._report)
         except RlctlError as error:
             raise self._judged(error) from error
 

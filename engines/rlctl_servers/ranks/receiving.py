@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError, not_written
-from rlctl.v1.verbs_pb2 import WeightsReport
 from rlctl.weights.group.process_group import WeightGroup
 from rlctl.weights.group.rank_groups import Groups
 from rlctl.weights.receiver import Receiver, ReceiveStats
@@ -50,12 +48,3 @@ def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
         raise not_written(missing)
     if not (receiver.written or may_be_nothing):
         raise Reason.WEIGHTS_INCOMPLETE.error("no tensor was written")
-
-
-def add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:
-    """Add the received tensors and times to the report."""
-    report.tensors += stats.tensors
-    report.bytes_received += stats.bytes_received
-    report.transfer.CopyFrom(duration(seconds(report.transfer) + stats.transfer_s))
-    report.load.CopyFrom(duration(seconds(report.load) + stats.load_s))
-    return report

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rlctl.contract.durations import duration, seconds
+from rlctl.contract.durations import add_seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.serialized_tensors.payload import FLATTENED
 from rlctl.v1 import verbs_pb2 as v
@@ -25,7 +25,7 @@ from rlctl.weights.shared_memory.reader import SegmentReader
 from rlctl_servers.ranks.checks import checksum, refuse_check
 from rlctl_servers.ranks.model import RankModel
 from rlctl_servers.ranks.rank_exchange import Together
-from rlctl_servers.ranks.receiving import Announced, add, check_complete, groups_of, receive
+from rlctl_servers.ranks.receiving import Announced, check_complete, groups_of, receive
 from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
 ABORTED = "the update was aborted"
@@ -75,7 +75,7 @@ class StagedUpdate:
     def from_groups(self, announced: Announced, timeout_s: float) -> v.WeightsReport:
         with self._filling():
             joined = groups_of(announced, self._groups, self._model.product)
-            return add(self._report, receive(announced, joined, self._groups, self._receiver, timeout_s))
+            return receive(announced, joined, self._groups, self._receiver, timeout_s).add_to(self._report)
 
     def from_segments(self, request: v.UpdateWeightsFromTensorRequest) -> v.WeightsReport:
         with self._filling():
@@ -88,7 +88,7 @@ class StagedUpdate:
                 segments.from_proto(message, f"segments[{index}]") for index, message in enumerate(request.segments)
             ]
             checked = self._reader.check(offered, self._receiver)
-            return add(self._report, self._reader.read(checked, self._receiver, gently=True))
+            return self._reader.read(checked, self._receiver, gently=True).add_to(self._report)
 
     def from_disk(self, request: v.UpdateWeightsFromDiskRequest) -> v.WeightsReport:
         """Read a checkpoint that the stage server has compared with the reference."""
@@ -103,7 +103,7 @@ class StagedUpdate:
                     self._shadow.shards.place(name, stored.read(name))
                 stored.check_unchanged()
                 self._receiver.wrote(names)
-                self._report.load.CopyFrom(duration(seconds(self._report.load) + time.perf_counter() - started))
+                add_seconds(self._report.load, time.perf_counter() - started)
                 self._report.tensors += len(names)
                 self._report.bytes_received += sum(stored.metas[name].nbytes for name in names)
             finally:

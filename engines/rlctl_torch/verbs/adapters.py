@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from rlctl.contract.durations import add_seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
@@ -30,7 +31,7 @@ from rlctl_torch.rank import OpenUpdate, Rank, Weights, refuse
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Broken
 from rlctl_torch.steps.ordered_commands import Action, with_outcome
-from rlctl_torch.verbs.update import InUpdate, add_seconds
+from rlctl_torch.verbs.update import InUpdate
 
 
 class PrepareAdapter(Action):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.contract.digests import key_of
+from rlctl.contract.durations import add_seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
@@ -36,7 +37,7 @@ from rlctl.weights.versions.pull import pull_within
 from rlctl_torch.rank import OpenUpdate, Origin, Rank, Weights
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.ordered_commands import with_outcome
-from rlctl_torch.verbs.update import InUpdate, add_seconds
+from rlctl_torch.verbs.update import InUpdate
 
 
 @dataclass

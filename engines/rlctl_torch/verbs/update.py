@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from google.protobuf.duration_pb2 import Duration
-
+from rlctl.contract.durations import add_seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_DIRTY, OUTCOME_REJECTED
@@ -211,7 +210,7 @@ class FromDistributed(InUpdate):
             update.touched |= error.outcome != OUTCOME_REJECTED
             raise
         update.touched = True
-        return _add(update.report, stats)
+        return stats.add_to(update.report)
 
     def _from_groups(self, update: OpenUpdate, groups: dict[str, WeightGroup]) -> ReceiveStats:
         try:
@@ -255,7 +254,7 @@ class FromTensor(InUpdate):
             stats = update.take_in(lambda: rank.segments.read(checked[0], update.receiver, gently=gently))
         except RlctlError as error:
             raise with_outcome(error, OUTCOME_DIRTY if update.stages_adapter is None else OUTCOME_REJECTED) from error
-        return _add(update.report, stats)
+        return stats.add_to(update.report)
 
 
 class Seal(InUpdate):
@@ -423,17 +422,3 @@ def _abandon(rank: Rank, update: OpenUpdate) -> None:
         update.origin.stored.close()
     if update.shadow is not None:
         rank.beside.let_go(update.shadow.memory())
-
-
-def _add(report: WeightsReport, stats: ReceiveStats) -> WeightsReport:
-    report.tensors += stats.tensors
-    report.bytes_received += stats.bytes_received
-    add_seconds(report.transfer, stats.transfer_s)
-    add_seconds(report.load, stats.load_s)
-    return report
-
-
-def add_seconds(total: Duration, seconds: float) -> None:
-    nanos = total.nanos + round(seconds * 1e9)
-    total.seconds += nanos // 10**9
-    total.nanos = nanos % 10**9
