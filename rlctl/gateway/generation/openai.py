@@ -134,7 +134,7 @@ async def completions(call: Call) -> Answer:
         requests: list[GenerateRequest] = []
         total_bytes = 0
         for prompt in _prompts(fields.take("prompt", str | list | TokenIds), call.generation.check_count):
-            refuse(fields, {"tools": ([],)})
+            fields.refuse({"tools": ([],)})
             request = _request(call, fields, model, adapter, wanted=tops is not None, tops=tops or 0)
             limit = fields.take("max_tokens", int, COMPLETION_TOKENS)
             assign(request.sampling_params, "max_new_tokens", limit, "max_tokens")
@@ -269,7 +269,7 @@ async def _answer(
 
 
 def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bool, tops: int) -> GenerateRequest:
-    refuse(fields, _WITHOUT)
+    fields.refuse(_WITHOUT)
     request = GenerateRequest(model=model, return_logprob=wanted, min_version_seq=sessions.min_version(call))
     if not 0 <= tops <= MOST_LOGPROBS:
         raise Reason.FIELD_INVALID.error(f"{tops} is not from 0 to {MOST_LOGPROBS}", field="logprobs")
@@ -296,14 +296,6 @@ def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bo
     if engine:
         request.engine_fields.update({"sampling_params": engine})
     return request
-
-
-def refuse(fields: Fields, without: Mapping[str, Sequence[Any]]) -> None:
-    """Raise UNSUPPORTED for a field whose value has an effect."""
-    for name, nothing in without.items():
-        value = fields.take(name, object, None)
-        if value is not None and value not in nothing:
-            raise Reason.UNSUPPORTED.error(f"this fleet does not support {name}", field=name)
 
 
 def _engine_fields(fields: Fields) -> dict[str, Any]:

@@ -91,6 +91,13 @@ class Fields:
         value = self.take(name, dict, default)
         return Fields(dict(value or {}), f"{self._where}{name}.")
 
+    def refuse(self, without: Mapping[str, Sequence[Any]]) -> None:
+        """Raise UNSUPPORTED for a field with an effect. ``without``: the values without effect, by field."""
+        for name, nothing in without.items():
+            value = self.take(name, object, None)
+            if value is not None and value not in nothing:
+                raise Reason.UNSUPPORTED.error(f"this fleet does not support {name}", field=self.path(name))
+
     def accept(self, *names: str) -> None:
         """Accept fields without effect."""
         self._taken.update(names)

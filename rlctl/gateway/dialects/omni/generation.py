@@ -30,7 +30,7 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
 async def generate(call: Call) -> Answer:
     """Generate text; fields of Omni or SGLang, and a reply that clients of both read."""
     fields = await call.fields()
-    openai.refuse(fields, _WITHOUT)
+    fields.refuse(_WITHOUT)
     body = dict(fields.values)
     metadata = fields.take("metadata", dict, None)
     prompt_fields = [name for name in ("input_ids", "text", *_PROMPTS) if body.get(name) is not None]

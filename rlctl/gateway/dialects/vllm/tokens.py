@@ -55,7 +55,7 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
 }
 """Sampling parameters that are refused instead of ignored, and their values without effect."""
 
-_BESIDE = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+_BESIDE = dict.fromkeys(("features", "content_parts", "kv_transfer_params", "ec_transfer_params"), ())
 """Fields that are refused, too."""
 
 
@@ -150,8 +150,7 @@ def _token_ids(fields: Fields) -> TokenIds:
 
 
 async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str, *, stream: bool) -> _Asked:
-    for each in _BESIDE:
-        _nothing(fields, each, ())
+    fields.refuse(_BESIDE)
     fields.accept("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "priority")
     mode = fields.take("output_mode", str, MODES[0])
     if mode not in MODES:
@@ -188,8 +187,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
 
 def _sampling(request: GenerateRequest, given: Fields) -> int:
     """Set the sampling parameters. Return the number of samples."""
-    for name, nothing in _WITHOUT.items():
-        _nothing(given, name, nothing)
+    given.refuse(_WITHOUT)
     params = request.sampling_params
     for name, parameter in _SAMPLING.items():
         value = given.take(name, object, None)
@@ -214,12 +212,6 @@ def sampling_of_chat(fields: Fields) -> dict[str, Any]:
     if fields.take("logprobs", bool, False):
         sampling["logprobs"] = fields.take("top_logprobs", int, 0)
     return {name: value for name, value in sampling.items() if value is not None}
-
-
-def _nothing(fields: Fields, name: str, nothing: Sequence[Any]) -> None:
-    value = fields.take(name, object, None)
-    if value is not None and value not in nothing:
-        raise Reason.UNSUPPORTED.error(f"this fleet does not support {name}", field=fields.path(name))
 
 
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
