@@ -250,9 +250,10 @@ class OwnersWorld(World):
         self._compare_weights()
 
     def _state(self) -> str:
-        fleet = self.fleet.server.coordinator.roster.fleet()
-        running = [(each.verb, each.operation_id) for each in self.fleet.server.coordinator.operations.running()]
-        return f"running {running}, {fleet}"
+        coordinator = self.fleet.server.coordinator
+        running = [(each.verb, each.operation_id) for each in coordinator.operations.running()]
+        heals = [run.operation.error.message for run in coordinator.operations.newest_first("HealStage", 0)[:4]]
+        return f"running {running}, last heals {heals}, {coordinator.roster.fleet()}"
 
     async def _restore(self) -> None:
         """Undo what inputs were allowed to do."""
