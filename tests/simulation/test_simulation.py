@@ -21,10 +21,10 @@ SEEDS = range(1000, 1030)
 
 FOUND = (
     *(4021, 4047, 4230, 4350, 9092, 20082, 20521, 21564, 267599, 279959, 280485, 282514, 331586, 344499),
-    *(900651, 910789, 922379, 966955, 986310, 990475),
+    *(900651, 910789, 922379, 966955, 986310, 990475, 2000000, 3000079),
 )
-"""Seeds that showed a fault, which was mended. 267599, 279959, 344499, 900651, 986310 and 990475 showed faults of the
-simulation.
+"""Seeds that showed a fault, which was mended. 267599, 279959, 344499, 900651, 986310, 990475 and 3000079 showed faults
+of the simulation.
 """
 
 CAUGHT_BY = {

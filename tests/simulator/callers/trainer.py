@@ -356,7 +356,9 @@ class _Connection:
             # An engine without a reference: the lead cannot find the omission.
             without = Operation()
             without.CopyFrom(answer)
-            without.stage_results[0].rank_results[0].model_info.ClearField("reference")
+            for result in without.stage_results:
+                for rank in result.rank_results:
+                    rank.model_info.ClearField("reference")
             return without
         return answer
 
