@@ -29,11 +29,12 @@ from rlctl.transport.access_file import Entry, TokenHash, hash_of
 from rlctl.transport.channel import open_channel
 from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import rollout_pb2, stage_pb2, trainer_pb2, worker_pb2
-from rlctl.v1.common_pb2 import STAGE_STATE_READY, RequestHeader, Target
+from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_READY, STAGE_STATE_STALE, RequestHeader, Target
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
     ResumeMemoryRequest,
+    UpdateWeightsFromDiskRequest,
 )
 from tests.fuzz import servers, words
 from tests.fuzz.http_client import Client
@@ -277,6 +278,10 @@ class OwnersWorld(World):
                     )
             await _tolerate(stub.ResumeMemory(ResumeMemoryRequest(header=header)))
             await _tolerate(stub.HealStage(rpc.HealStageRequest(), timeout=ANSWERS_S))
+            if all(stage.state in _WITHOUT_VERSION for stage in server.roster.fleet().stages):
+                # No stage has the weights of a version without a checkpoint: only a new version ends that.
+                publish = UpdateWeightsFromDiskRequest(model_path=self._checkpoint)
+                await _tolerate(stub.UpdateWeightsFromDisk(publish, timeout=ANSWERS_S))
             await _tolerate(stub.ContinueGeneration(ContinueGenerationRequest(header=header)))
             stages = server.roster.fleet().stages
             serving = [stage.registration.slot for stage in stages if _serves(stage)]
@@ -298,6 +303,8 @@ class OwnersWorld(World):
 
 _KEPT = ("fleet", "slot", "model", "operation", "update", "pause", "key", "admitted", "forgotten")
 """Kinds of records of the journal that no caller without rights may change."""
+
+_WITHOUT_VERSION = (STAGE_STATE_STALE, STAGE_STATE_DIRTY)
 
 _OF_LONE = ("owner/StageService", "owner/WorkerService")
 
