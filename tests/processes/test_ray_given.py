@@ -41,7 +41,7 @@ def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cluster: Nodes) 
 
 
 def test_engines_are_in_the_bundles_that_a_trainer_gives_beside_what_it_runs_there(
-    trainer: Trainer, checkpoint: Any, tmp_path: Path
+    trainer: Trainer, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     """As slime does it: bundles of one place each, of which trainer and engines have a part each."""
     made = trainer(make="together", bundles=[CORE] * 8)
@@ -53,14 +53,14 @@ def test_engines_are_in_the_bundles_that_a_trainer_gives_beside_what_it_runs_the
     given = {"placement_group": "together", "bundles": [*own, *other], "bundle_share": 0.2}
     pair = {"worker_type": "regular", "num_gpus": 4, "num_gpus_per_engine": 2}
     kept_free = {"worker_type": "placeholder", "num_gpus": 1}
-    file = written(tmp_path, checkpoint("one"), given, {**pair, "num_gpus": 2}, kept_free)
+    file = written(tmp_path, tiny[1], given, {**pair, "num_gpus": 2}, kept_free, engine="torch")
     up = rlctl_command("up", file, "--detach", "-o", "json")
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)
     assert nodes_of(first["endpoint"]) == {"actor-0": "127.0.0.3"}
     # What the placeholder keeps free is the trainer's, all of it, and stays where it is when a group grows.
     trainer(take="together", bundle=own[2], CPU=0.6)
-    file = written(tmp_path, checkpoint("one"), given, pair, kept_free)
+    file = written(tmp_path, tiny[1], given, pair, kept_free, engine="torch")
     plan = json.loads(rlctl_command("plan", file, "-o", "json").stdout)
     assert plan["reserved"] == {"actor-placeholder": [[0, 2]]}
     grown = rlctl_command("up", file, "-o", "json")

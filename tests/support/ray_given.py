@@ -43,10 +43,12 @@ def a_trainer(cluster: Nodes) -> Iterator[Trainer]:
         process.communicate(timeout=WAIT_S)
 
 
-def written(tmp_path: Path, checkpoint: str, ray: dict[str, object], *groups: dict[str, object]) -> str:
+def written(
+    tmp_path: Path, checkpoint: str | Path, ray: dict[str, object], *groups: dict[str, object], engine: str = "fake"
+) -> str:
     """Write a topology file of a model with these groups."""
     fleet = {"name": "given", "launcher": "ray", "listen": "127.0.0.2:0", "ray": ray, "num_gpus_per_node": 4}
-    model = {"name": "actor", "engine": "fake", "model_path": checkpoint, "server_groups": list(groups)}
+    model = {"name": "actor", "engine": engine, "model_path": str(checkpoint), "server_groups": list(groups)}
     file = tmp_path / "given.yaml"
     file.write_text(json.dumps({"fleet": {**fleet, "restart": {"backoff_s": 0.1}}, "models": [model]}))
     return str(file)
