@@ -31,6 +31,7 @@ from rlctl.v1 import coordinator_pb2 as rpc
 from rlctl.v1 import rollout_pb2, stage_pb2, trainer_pb2, worker_pb2
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_READY, STAGE_STATE_STALE, RequestHeader, Target
 from rlctl.v1.fleet_pb2 import Stage
+from rlctl.v1.results_pb2 import OPERATION_STATE_UNSPECIFIED
 from rlctl.v1.verbs_pb2 import (
     ContinueGenerationRequest,
     ResumeMemoryRequest,
@@ -253,7 +254,10 @@ class OwnersWorld(World):
     def _state(self) -> str:
         coordinator = self.fleet.server.coordinator
         running = [(each.verb, each.operation_id) for each in coordinator.operations.running()]
-        heals = [run.operation.error.message for run in coordinator.operations.newest_first("HealStage", 0)[:4]]
+        heals = [
+            run.operation.error.message
+            for run in coordinator.operations.newest_first("HealStage", OPERATION_STATE_UNSPECIFIED)[:4]
+        ]
         return f"running {running}, last heals {heals}, {coordinator.roster.fleet()}"
 
     async def _restore(self) -> None:
