@@ -125,9 +125,9 @@ def test_attaching_says_what_it_can_and_wrong_metadata_changes_nothing(elsewhere
             twice.buckets[1].sequence = 1
             error = refusal(driver, twice, update_id="u")
             assert (error.reason, error.field) == (Reason.FIELD_INVALID, "buckets[1].names[0]")
-            elsewhere = source.announce([bucket])
-            elsewhere.group_name = "elsewhere"
-            assert refusal(driver, elsewhere, update_id="u").reason is Reason.GROUP_NOT_FOUND
+            in_no_group = source.announce([bucket])
+            in_no_group.group_name = "elsewhere"
+            assert refusal(driver, in_no_group, update_id="u").reason is Reason.GROUP_NOT_FOUND
             assert refusal(driver, v.ContinueGenerationRequest()).reason is Reason.ILLEGAL_STATE
             incomplete = refusal(driver, v.CommitUpdateRequest(version=common.WeightVersion(label="x")), update_id="u")
             assert (incomplete.reason, incomplete.outcome) == (Reason.WEIGHTS_INCOMPLETE, common.OUTCOME_REJECTED)
