@@ -135,7 +135,7 @@ async def test_a_region_is_given_back_and_comes_back(wide: Stage, tag: int) -> N
     for report, was, now in zip(released, before, after, strict=True):
         assert list(report.released) == [tag]
         assert report.bytes > (30 if wide.config.tp_size == 1 else 15) << 20
-        assert was - now > 0.9 * report.bytes
+        assert was - now > 0.75 * report.bytes, "rank 0 is in this process, which may grow by some MB meanwhile"
     assert (await wide(ReleaseMemoryRequest(tags=[tag])))[0].bytes == 0, "released already"
     waiting = asyncio.create_task(wide.tokens(PROMPT, 5))
     error = await refusal(wide, ContinueGenerationRequest())
