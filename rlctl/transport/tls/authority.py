@@ -30,7 +30,7 @@ DAYS = 90
 """Validity of a certificate. Launchers renew their certificates in the last third."""
 
 _SKEW = datetime.timedelta(days=1)
-"""Tolerated delay of other hosts' clocks, which refuse a certificate before it begins. A longer past harms nobody."""
+"""Tolerated delay of other hosts' clocks, which refuse a certificate before it begins."""
 
 _CALLED_BY_HOST = (Role.COORDINATOR, Role.GATEWAY)
 """Roles with certificates that also name this host: clients without roles check the host."""

@@ -26,7 +26,7 @@ from rlctl.weights.tensor.tensors import TensorMeta
 TIMEOUT_S = 60.0
 """Time of a call. No rank may wait for it."""
 
-SOON_S = 30.0
+SOON_S = 20.0
 FULL = torch.arange(8.0).reshape(4, 2)
 
 

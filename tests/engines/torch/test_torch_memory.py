@@ -38,6 +38,8 @@ from rlctl.v1.verbs_pb2 import (
 
 PROMPT = prompt_of(9)
 KV, WEIGHTS = MEMORY_TAG_KV_CACHE, MEMORY_TAG_WEIGHTS
+GROWTH = 5 << 20
+"""Bytes by which this process, with rank 0, may grow meanwhile for other reasons."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
@@ -132,10 +134,11 @@ async def test_a_region_is_given_back_and_comes_back(wide: Stage, tag: int) -> N
     before = await resident(wide)
     released = await wide(ReleaseMemoryRequest(tags=[tag]))
     after = await resident(wide)
-    for report, was, now in zip(released, before, after, strict=True):
+    for rank, (report, was, now) in enumerate(zip(released, before, after, strict=True)):
         assert list(report.released) == [tag]
         assert report.bytes > (30 if wide.config.tp_size == 1 else 15) << 20
-        assert was - now > 0.75 * report.bytes, "rank 0 is in this process, which may grow by some MB meanwhile"
+        own_growth = GROWTH if rank == 0 else 0
+        assert was - now > 0.9 * report.bytes - own_growth
     assert (await wide(ReleaseMemoryRequest(tags=[tag])))[0].bytes == 0, "released already"
     waiting = asyncio.create_task(wide.tokens(PROMPT, 5))
     error = await refusal(wide, ContinueGenerationRequest())
