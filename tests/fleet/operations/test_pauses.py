@@ -597,26 +597,46 @@ async def test_a_pause_with_an_end_is_lifted_by_itself(fleet: InProcessFleet) ->
     assert ended.state == OPERATION_STATE_OK
 
 
-@pytest.mark.usefixtures("often")
-async def test_a_wall_clock_that_is_set_ends_no_pause_sooner_or_later(
-    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def set_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set the wall clock ahead by seconds."""
     wall, ahead_s = SystemClock.wall, 0
 
     def shifted(clock: SystemClock) -> Timestamp:
         time = wall(clock)
         return Timestamp(seconds=time.seconds + ahead_s, nanos=time.nanos)
 
+    def ahead(seconds: int) -> None:
+        nonlocal ahead_s
+        ahead_s = seconds
+
     monkeypatch.setattr(SystemClock, "wall", shifted)
+    return ahead
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_wall_clock_that_is_set_ends_no_pause_sooner_or_later(
+    fleet: InProcessFleet, set_ahead: Callable[[int], None]
+) -> None:
     kept = await pause(fleet, ttl=duration(3600))
     await asyncio.sleep(0.2)
-    ahead_s = 7200
+    set_ahead(7200)
     await asyncio.sleep(0.3)
     assert on_record(fleet) == [kept.operation_id]
     await go_on(fleet)
     await pause(fleet, ttl=duration(1))
     await asyncio.sleep(0.2)
-    ahead_s = 0
+    set_ahead(0)
+    await eventually(lambda: on_record(fleet) == [])
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_coordinator_restarted_at_an_earlier_wall_time_keeps_no_pause_beyond_its_ttl(
+    fleet: InProcessFleet, set_ahead: Callable[[int], None]
+) -> None:
+    await pause(fleet, ttl=duration(1))
+    set_ahead(-7200)
+    await restart_coordinator(fleet)
     await eventually(lambda: on_record(fleet) == [])
 
 
