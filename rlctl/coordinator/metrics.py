@@ -47,10 +47,10 @@ class CoordinatorMetrics(Observer):
         self._exposition = Exposition(m.of(m.COORDINATOR), self._state)
         for number in VerificationLevel.values():
             if number not in (VERIFICATION_LEVEL_UNSPECIFIED, VERIFICATION_LEVEL_NONE):
-                self._exposition.create(m.VERIFICATION_FAILURES, _level_name(number))
+                self._exposition.counter(m.VERIFICATION_FAILURES, _level_name(number))
         for verb in (*(verb.name for verb in offered_by("CoordinatorService") if verb.mutating), *OTHER_OPERATIONS):
             for state in ("failed", "unknown"):
-                self._exposition.create(m.OPERATIONS, verb, state)
+                self._exposition.counter(m.OPERATIONS, verb, state)
 
     async def start(self, coordinator: Coordinator, listen: str) -> str:
         """Serve the metrics. Returns the bound address. Raises FIELD_INVALID."""

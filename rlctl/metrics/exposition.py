@@ -126,17 +126,20 @@ class Exposition(Collector):
         self._read_at = -math.inf
         self._watched: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
-    def create(self, metric: Metric, *labels: str) -> None:
-        """Create a series of a counter at 0. Otherwise Prometheus sees no increase at the first event."""
-        self._counters[metric].labels(*labels)
+    def counter(self, metric: Metric, *labels: str) -> Counter:
+        """Return a counter, created at 0. Otherwise Prometheus sees no increase at the first event."""
+        return self._series_of(self._counters, metric, labels)
+
+    def histogram(self, metric: Metric, *labels: str) -> Histogram:
+        return self._series_of(self._histograms, metric, labels)
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         """Add to a counter; from any thread."""
-        self._series_of(self._counters, metric, labels).inc(by)
+        self.counter(metric, *labels).inc(by)
 
     def observe(self, metric: Metric, value: float, *labels: str) -> None:
         """Add a value to a histogram; from any thread."""
-        self._series_of(self._histograms, metric, labels).observe(value)
+        self.histogram(metric, *labels).observe(value)
 
     def _series_of(self, family: Mapping[Metric, S], metric: Metric, labels: tuple[str, ...]) -> S:
         """Return the counter or histogram with these labels. The library takes a lock to find it."""

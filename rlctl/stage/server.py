@@ -21,7 +21,7 @@ from rlctl.ports import SystemClock
 from rlctl.runtime.addresses import join, refuse_unreachable, split
 from rlctl.runtime.event_loops import LoopThread
 from rlctl.runtime.restart_limit import Failures, RestartLimit
-from rlctl.stage.generation.service import Generation
+from rlctl.stage.generation.service import Generation, unmeasured
 from rlctl.stage.relay import LocalRank, Rank, Relay, RemoteRank
 from rlctl.stage.serving_state import Serving
 from rlctl.stage.state_machine import Stage
@@ -190,7 +190,7 @@ class StageServer:
     async def _start_rollout(self) -> str:
         denials, metrics = Denials(), self._metrics
         quotas = Quotas(denials, metrics.refused if metrics else None, most=MOST_REQUESTS)
-        measure = metrics.request if metrics else contextlib.nullcontext
+        measure = metrics.request if metrics else unmeasured
         generation = Generation(lambda: self._engine, self._serving, SystemClock(), quotas, measure)
         if metrics:
             metrics.exposition.watch_loop("rollout")

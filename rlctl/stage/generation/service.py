@@ -22,8 +22,12 @@ from rlctl.transport.quotas import Quotas
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 
-Measure = Callable[[], contextlib.AbstractContextManager[Callable[[GenerateResponse], None] | None]]
-"""A block of a request. It may yield a function to call with each part of the answer."""
+Measure = Callable[[int], contextlib.AbstractContextManager[Callable[[GenerateResponse], None] | None]]
+"""A block of a request for a number of samples. It may yield a function to call with each part of the answer."""
+
+
+def unmeasured(_samples: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class Generation:
@@ -38,7 +42,7 @@ class Generation:
         serving: Callable[[], Serving],
         clock: Clock,
         quotas: Quotas | None = None,
-        measure: Measure = contextlib.nullcontext,
+        measure: Measure = unmeasured,
     ) -> None:
         """``quotas``: of the stage, shared with the data port. ``measure`` is entered for each request."""
         self._engine = engine
@@ -80,7 +84,7 @@ class Generation:
     async def stream(self, request: Message, remaining_s: float | None) -> AsyncGenerator[GenerateResponse, None]:
         """Yield new parts of an answer. At the deadline, the request is aborted at the engine."""
         request = cast(GenerateRequest, request)
-        with self._measure() as take:
+        with self._measure(request.sampling_params.n) as take:
             check(request)
             started = self._clock.now()
             serving = self._serving()

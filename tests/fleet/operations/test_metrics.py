@@ -20,7 +20,7 @@ from rlctl.metrics import definitions, exposition
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
 from rlctl.v1.coordinator_pb2 import GetOperationRequest
-from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, SamplingParams
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 from rlctl.v1.verbs_pb2 import PauseGenerationRequest, UpdateWeightsFromDiskRequest
 
@@ -121,6 +121,26 @@ async def test_a_stage_serves_its_generation(measured: InProcessFleet) -> None:
     assert seen.value("rlctl_generation_running", **here) == 0
     assert seen.value("rlctl_serving_version", **here) == 1
     assert 0 < seen.value("rlctl_serving_lease_seconds", **here) <= 10
+
+
+async def test_tokens_of_all_samples_and_of_ended_requests_are_counted(measured: InProcessFleet) -> None:
+    stage = measured.stages["a"]
+    here = {"model": "actor", "slot": "a"}
+    async with open_channel(stage.rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        await stub.Generate(GenerateRequest(text="x", sampling_params=SamplingParams(max_new_tokens=5, n=3)))
+        endless = GenerateRequest(rid="endless", text="x", sampling_params=SamplingParams(max_new_tokens=1_000_000))
+        parts = stub.GenerateStream(endless)
+        total = 0
+        async for part in parts:
+            if not total:
+                await stub.Abort(AbortRequest(rids=["endless"]))
+            total = part.samples[0].completion_tokens
+    seen = await scrape(stage.metrics_address)
+    assert seen.value("rlctl_generation_requests_total", **here, outcome="ok") == 1
+    assert seen.value("rlctl_generation_requests_total", **here, outcome="aborted") == 1
+    assert seen.value("rlctl_generation_tokens_total", **here) == 15 + total
+    assert seen.value("rlctl_generation_first_token_seconds_count", **here) == 2
 
 
 async def test_each_server_serves_the_metrics_of_the_table_and_no_others(measured: InProcessFleet) -> None:

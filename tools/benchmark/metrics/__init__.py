@@ -17,14 +17,14 @@ FIGURES: list[Figure] = [
     ),
     Figure(
         "stage_streams",
-        "1,000 streams at a stage, 32 at a time, a message for each token: with metrics ÷ without",
+        "300 streams at a stage, 32 at a time, a message for each token: with metrics ÷ without",
         "ratio",
         generation.streams,
         at_most=AT_MOST,
     ),
     Figure(
         "gateway_requests",
-        "1,000 requests through a gateway, 32 at a time: with metrics of gateway and stage ÷ without",
+        "300 requests through a gateway, 32 at a time: with metrics of gateway and stage ÷ without",
         "ratio",
         generation.requests,
         at_most=AT_MOST,
