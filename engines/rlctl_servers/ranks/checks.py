@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rlctl.contract.errors import Reason
 from rlctl.v1 import verbs_pb2 as v
@@ -11,6 +12,7 @@ from rlctl.weights.shards.rank_exchange import Exchange
 from rlctl.weights.shards.shard_map import ShardMap, model_digest
 from rlctl.weights.tensor.digest import combine, tensor_digests
 from rlctl.weights.tensor.tensors import dtype_name
+from rlctl_servers.ranks.rank_exchange import agreed
 
 
 def refuse_check(request: v.CheckWeightsRequest) -> None:
@@ -22,7 +24,7 @@ def refuse_check(request: v.CheckWeightsRequest) -> None:
 
 
 def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange, *, first_rank: bool) -> v.CheckReport:
-    """Digest the rank's parts and, together with the other ranks, the model."""
+    """Digest the rank's parts and, together with the other ranks, the model. Raises an error of any rank."""
     report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
     full_digests: dict[str, str] = {}
     key = request.digest_key
@@ -32,13 +34,13 @@ def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange,
         report.inconsistent.extend(result.inconsistent)
         full_digests = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
         if request.fingerprints:
-            report.difference.CopyFrom(difference(held, result, request.fingerprints, key))
+            report.difference.CopyFrom(agreed(exchange, partial(difference, held, result, request.fingerprints, key)))
         if request.per_tensor and first_rank:
             report.model_tensors.extend(_listed(held, result.every))
     if key:
         report.tensor_count = len(held.shards)
         return report
-    parts = _digests_of_parts(held, full_digests, request.skip_tensors)
+    parts = agreed(exchange, partial(_digests_of_parts, held, full_digests, request.skip_tensors))
     report.tensor_count, report.rank_digest = len(parts), combine(parts)
     return report
 

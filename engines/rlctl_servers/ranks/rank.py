@@ -205,15 +205,9 @@ class Rank:
 
     def _send(self, request: v.SendWeightsRequest, update_id: str, timeout_s: float) -> v.WeightsReport:
         """Gather full tensors at rank 0 and broadcast them."""
-        stream = self._announced.parse(request.buckets, request.group_name)
-        if any(bucket.parts for _, bucket in stream):
-            raise Reason.UNSUPPORTED.error("an engine server's ranks send full tensors, no parts", field="buckets")
-        metas = [meta for _, bucket in stream for meta in bucket.metas]
-        for meta in metas:
-            if self._shards.reference.get(meta.name) != meta:
-                raise Reason.FIELD_INVALID.error(f"{meta} is not a tensor of this model", field="buckets")
         report = v.WeightsReport()
         with self._together.exchanging(self._number, timeout_s) as exchange:
+            metas = agreed(exchange, partial(self._tensors_to_send, request))
             gathering, stop = Gathering(self._held(exchange).shards, exchange), Stop()
             for meta in metas:
                 full = gathering.full(meta.name, stop)
@@ -222,6 +216,17 @@ class Rank:
                 report.tensors += 1
             agree_to_go_on(exchange, stop)
         return report
+
+    def _tensors_to_send(self, request: v.SendWeightsRequest) -> list[TensorMeta]:
+        """Return the tensors of the request in order. Raises FIELD_INVALID, UNSUPPORTED."""
+        stream = self._announced.parse(request.buckets, request.group_name)
+        if any(bucket.parts for _, bucket in stream):
+            raise Reason.UNSUPPORTED.error("an engine server's ranks send full tensors, no parts", field="buckets")
+        metas = [meta for _, bucket in stream for meta in bucket.metas]
+        for meta in metas:
+            if self._shards.reference.get(meta.name) != meta:
+                raise Reason.FIELD_INVALID.error(f"{meta} is not a tensor of this model", field="buckets")
+        return metas
 
     def _broadcast(self, name: str, full: torch.Tensor | None) -> None:
         """Broadcast a tensor, at the rank that has it."""
@@ -264,7 +269,6 @@ class Rank:
             request,
             self._groups,
             self._background_segments,
-            self._background_together,
         )
         return self._later(self._staged.prepare)
 
@@ -354,21 +358,38 @@ class Rank:
     def _check(self, request: v.CheckWeightsRequest, update_id: str, timeout_s: float) -> v.CheckReport | Future[bytes]:
         if request.action == v.CHECK_ACTION_READ:
             return self._read(request, timeout_s)
-        if request.shadow:
-            return self._later(partial(self._staged_of(update_id).check, request, self._number, timeout_s))
         refuse_check(request)
+        if request.shadow:
+            return self._later(partial(self._check_shadow, request, self._staged, update_id, self._number, timeout_s))
         with self._together.exchanging(self._number, timeout_s) as exchange:
             return checksum(request, self._held(exchange), exchange, first_rank=self._model.rank == 0)
 
+    def _check_shadow(
+        self,
+        request: v.CheckWeightsRequest,
+        staged: StagedUpdate | None,
+        update_id: str,
+        number: str,
+        timeout_s: float,
+    ) -> v.CheckReport:
+        """Digest the copy of a staged update. ``number``: number of the call, equal at all ranks."""
+        with self._background_together.exchanging(number, timeout_s) as exchange:
+            shards = agreed(exchange, lambda: _of_update(staged, update_id).shards)
+            return checksum(request, shards, exchange, first_rank=self._model.rank == 0)
+
     def _read(self, request: v.CheckWeightsRequest, timeout_s: float) -> v.CheckReport:
         """Return the values of a tensor's first rows. Raises FIELD_INVALID, UNSUPPORTED."""
+        with self._together.exchanging(self._number, timeout_s) as exchange:
+            meta = agreed(exchange, partial(self._tensor_to_read, request))
+            shard_map = self._held(exchange, {meta.name: meta})
+        return v.CheckReport(action=request.action, values=first_rows(request, shard_map.shards[meta.name]))
+
+    def _tensor_to_read(self, request: v.CheckWeightsRequest) -> TensorMeta:
         meta = self._shards.reference.get(request.tensor)
         if meta is None:
             raise unknown(request.tensor)
         rows_of(request, meta)
-        with self._together.exchanging(self._number, timeout_s) as exchange:
-            shard_map = self._held(exchange, {meta.name: meta})
-        return v.CheckReport(action=request.action, values=first_rows(request, shard_map.shards[meta.name]))
+        return meta
 
     def _held(self, exchange: Exchange, only: Mapping[str, TensorMeta] | None = None) -> ShardMap:
         """Return the weights that the ranks compute with, or only these tensors. All ranks refuse if a rank does."""
@@ -386,9 +407,7 @@ class Rank:
         return self._loading
 
     def _staged_of(self, update_id: str) -> StagedUpdate:
-        if self._staged is None or self._staged.load.update_id != update_id:
-            raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {update_id or '(none)'} is open at this rank")
-        return self._staged
+        return _of_update(self._staged, update_id)
 
     def _later(self, step: Callable[[], Message]) -> Future[bytes]:
         return self._background.submit(lambda: _serialised(step()))
@@ -409,6 +428,13 @@ class Rank:
         if self._staged is not None:
             self._staged.abandon()
             self._staged = None
+
+
+def _of_update(staged: StagedUpdate | None, update_id: str) -> StagedUpdate:
+    """Return the staged update of this id. Raises UPDATE_NOT_FOUND."""
+    if staged is None or staged.load.update_id != update_id:
+        raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {update_id or '(none)'} is open at this rank")
+    return staged
 
 
 def _serialised(answer: Message | None) -> bytes:

@@ -41,7 +41,8 @@ class Together:
         """Yield an exchange for one call, with the same ``number`` at every rank. Raises GROUP_FAILED.
 
         The exchange is left when the next exchange begins: by then all ranks have read its messages. A rank that fails
-        in the middle leaves at once, and so ends the wait of the other ranks.
+        in the middle leaves at once, and so ends the wait of the other ranks. A rank refuses inside the exchange, by
+        :func:`agreed`: before it, the other ranks would wait for the refusing rank.
         """
         if self._size == 1:
             yield LocalExchange()

@@ -22,9 +22,7 @@ from rlctl.weights.shards.load_hooks import Load
 from rlctl.weights.shards.shard_map import ShardMap
 from rlctl.weights.shared_memory import segment as segments
 from rlctl.weights.shared_memory.reader import SegmentReader
-from rlctl_servers.ranks.checks import checksum, refuse_check
 from rlctl_servers.ranks.model import RankModel
-from rlctl_servers.ranks.rank_exchange import Together
 from rlctl_servers.ranks.receiving import Announced, check_complete, groups_of, receive
 from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
@@ -46,15 +44,13 @@ class StagedUpdate:
         request: v.PrepareUpdateRequest,
         groups: Groups,
         reader: SegmentReader,
-        together: Together,
     ) -> None:
-        """``reader``, ``together``: used by the background thread."""
+        """``reader``: used by the background thread."""
         self.load = load
         self._model = model
         self._shadow = shadow
         self._groups = groups
         self._reader = reader
-        self._together = together
         self._request = request
         self._receiver = Receiver(ShardMap({}))
         self._report = v.WeightsReport()
@@ -123,11 +119,10 @@ class StagedUpdate:
             self._sealed = True
             return self._report
 
-    def check(self, request: v.CheckWeightsRequest, number: str, timeout_s: float) -> v.CheckReport:
-        """Digest the copy. ``number``: number of the call, equal at all ranks."""
-        refuse_check(request)
-        with self._together.exchanging(number, timeout_s) as exchange:
-            return checksum(request, self._shadow.shards, exchange, first_rank=self._model.rank == 0)
+    @property
+    def shards(self) -> ShardMap:
+        """Return the parts of the checkpoint's tensors in the copy."""
+        return self._shadow.shards
 
     def swap(self) -> v.WeightsReport:
         """Write the sealed copy to the weights. Raises ILLEGAL_STATE, INTERNAL; after a write ENGINE_FAILED (DIRTY)."""

@@ -6,14 +6,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import Message
+from rlctl_servers.ranks import checks
 from rlctl_servers.ranks.model import Places, RankModel
 from rlctl_servers.ranks.rank import Rank
 from rlctl_servers.ranks.rank_exchange import Together
+from rlctl_servers.ranks.shadow_copy import ShadowCopy
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1 import verbs_pb2 as v
@@ -63,6 +66,12 @@ class Half(RankModel):
     def places(self, reference: Mapping[str, TensorMeta]) -> Places:
         return Places({name: Shard(meta, self.local, self.part) for name, meta in reference.items()})
 
+    def shadow(self, reference: Mapping[str, TensorMeta], load: Load) -> ShadowCopy:
+        def bind(parameters: Mapping[str, torch.Tensor]) -> ShardMap:
+            return ShardMap({"t": Shard(reference["t"], parameters["t"], self.part)})
+
+        return ShadowCopy(lambda: {"t": self.local}, bind, device=self.device, ranks=self.size)
+
     def abandon_load(self, load: Load) -> None: ...
 
 
@@ -75,8 +84,8 @@ def halves() -> list[Half]:
 def ranks(halves: list[Half]) -> Iterator[list[Rank]]:
     made = [Rank(half) for half in halves]
     attach = json.dumps({"reference": [["t", "torch.float32", [4, 2]]], "host": "127.0.0.1"}).encode()
-    answers = [rank.call("1", "Attach", attach, "", TIMEOUT_S) for rank in made]
-    store = json.loads(answers[0])["store"]  # type: ignore[arg-type]
+    descriptions = [rank.call("1", "Attach", attach, "", TIMEOUT_S) for rank in made]
+    store = json.loads(descriptions[0])["store"]  # type: ignore[arg-type]
     meet = json.dumps({"store": store, "digest": False, "expected": ""}).encode()
     at_all([lambda rank=rank: rank.call("2", "Meet", meet, "", TIMEOUT_S) for rank in made])
     yield made
@@ -85,21 +94,82 @@ def ranks(halves: list[Half]) -> Iterator[list[Rank]]:
         rank._groups.close()
 
 
-def checksums(ranks: list[Rank], number: str) -> list[Any]:
-    request = v.CheckWeightsRequest(action=v.CHECK_ACTION_CHECKSUM).SerializeToString()
-    return at_all([lambda rank=rank: rank.call(number, "CheckWeights", request, "", TIMEOUT_S) for rank in ranks])
+def answers(ranks: list[Rank], number: str, verb: str, request: Message, update_id: str = "") -> list[Any]:
+    """Call all ranks at the same time, and wait for work in the background."""
+
+    def call(rank: Rank) -> bytes:
+        answer = rank.call(number, verb, request.SerializeToString(), update_id, TIMEOUT_S)
+        return answer.result(TIMEOUT_S) if isinstance(answer, Future) else answer
+
+    return at_all([lambda rank=rank: call(rank) for rank in ranks])
+
+
+def checksums(ranks: list[Rank], number: str, **fields: Any) -> list[Any]:
+    return answers(ranks, number, "CheckWeights", v.CheckWeightsRequest(action=v.CHECK_ACTION_CHECKSUM, **fields))
+
+
+def refused_by(errors: list[Any], failing: int, reason: Reason, message: str) -> None:
+    """Both ranks raise the error of one rank."""
+    assert [error.reason for error in errors] == [reason] * 2, errors
+    assert message in errors[failing].message
+    assert errors[1 - failing].message == f"rank {failing}: {errors[failing].message}"
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_every_rank_reports_the_defect_of_one_rank(ranks: list[Rank], halves: list[Half], failing: int) -> None:
     halves[failing].defect = AttributeError("no such parameter")
-    errors = checksums(ranks, "3")
-    assert [error.reason for error in errors] == [Reason.ENGINE_FAILED] * 2
-    assert errors[failing].message == "AttributeError: no such parameter"
-    assert errors[1 - failing].message == f"rank {failing}: AttributeError: no such parameter"
+    refused_by(checksums(ranks, "3"), failing, Reason.ENGINE_FAILED, "AttributeError: no such parameter")
     halves[failing].defect = None
     digests = {v.CheckReport.FromString(answer).model_digest for answer in checksums(ranks, "4")}
     assert len(digests) == 1, "the ranks are together after the error"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("verb", ["CheckWeights", "SendWeights"])
+def test_a_rank_without_a_tensor_refuses_together_with_the_other_ranks(
+    ranks: list[Rank], failing: int, verb: str
+) -> None:
+    ranks[failing]._shards = Places({})
+    bucket = v.TensorBucket(names=["t"], dtypes=["float32"], shapes=[v.Shape(dims=[4, 2])])
+    requests: dict[str, Message] = {
+        "CheckWeights": v.CheckWeightsRequest(action=v.CHECK_ACTION_READ, tensor="t", rows=1),
+        "SendWeights": v.SendWeightsRequest(group_name="out", buckets=[bucket]),
+    }
+    refused_by(answers(ranks, "3", verb, requests[verb]), failing, Reason.FIELD_INVALID, "t")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_without_the_staged_update_refuses_together_with_the_other_ranks(
+    ranks: list[Rank], failing: int
+) -> None:
+    prepare = v.PrepareUpdateRequest(apply=v.APPLY_MODE_STAGED)
+    answers([ranks[1 - failing]], "3", "PrepareUpdate", prepare, "u1")
+    check = v.CheckWeightsRequest(shadow=True)
+    errors = answers(ranks, "4", "CheckWeights", check, "u1")
+    refused_by(errors, failing, Reason.UPDATE_NOT_FOUND, "no staged update u1 is open at this rank")
+    answers([ranks[failing]], "5", "PrepareUpdate", prepare, "u1")
+    digests = {
+        v.CheckReport.FromString(answer).model_digest for answer in answers(ranks, "6", "CheckWeights", check, "u1")
+    }
+    assert len(digests) == 1, "the ranks are together after the error"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("work", ["difference", "tensor_digests"])
+def test_an_error_after_the_model_digest_is_raised_at_every_rank(
+    ranks: list[Rank], failing: int, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(checks, work)
+
+    def fails(first: Any, *rest: Any) -> Any:
+        local = first.shards["t"].local if work == "difference" else first["t"][0]
+        if local.data_ptr() == ranks[failing]._model.local.data_ptr():  # type: ignore[attr-defined]
+            raise torch.OutOfMemoryError("no room")
+        return real(first, *rest)
+
+    monkeypatch.setattr(checks, work, fails)
+    errors = checksums(ranks, "3", fingerprints=b"12345678")
+    refused_by(errors, failing, Reason.MEMORY_FULL, "no room")
 
 
 def test_a_broadcast_that_fails_ends_a_send_at_every_rank(ranks: list[Rank]) -> None:
@@ -116,8 +186,8 @@ def test_a_broadcast_that_fails_ends_a_send_at_every_rank(ranks: list[Rank]) -> 
     at_all([*(lambda rank=rank: rank.call("3", "InitWeightsUpdateGroup", joining, "", 20) for rank in ranks), receive])
     receiver[0].close()
     bucket = v.TensorBucket(names=["t"], dtypes=["float32"], shapes=[v.Shape(dims=[4, 2])])
-    request = v.SendWeightsRequest(group_name="out", buckets=[bucket]).SerializeToString()
-    errors = at_all([lambda rank=rank: rank.call("4", "SendWeights", request, "", TIMEOUT_S) for rank in ranks])
+    request = v.SendWeightsRequest(group_name="out", buckets=[bucket])
+    errors = answers(ranks, "4", "SendWeights", request)
     assert [error.reason for error in errors] == [Reason.GROUP_FAILED] * 2
     store.close()
 
