@@ -390,14 +390,13 @@ class AsyncRollout:
 
         Returns True if a place was taken.
         """
+        cause = "the coordinator sent no view of the fleet"
         try:
             async with asyncio.timeout_at(deadline):
                 await self._lines.view.known()
+                cause = f"there was no place among max_inflight_samples={self._most}"
                 return self._places is not None and await self._places.acquire()
         except TimeoutError:
-            cause = "the coordinator sent no view of the fleet"
-            if self._lines.view.is_known:
-                cause = f"there was no place among max_inflight_samples={self._most}"
             raise Reason.DEADLINE_EXCEEDED.error(f"{cause} within {timeout_s:g} s") from None
 
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:

@@ -180,6 +180,25 @@ async def test_a_wait_for_a_place_is_called_so_though_no_version_is_known(
     await asyncio.gather(holding, return_exceptions=True)
 
 
+async def test_a_view_that_comes_after_the_deadline_is_named_as_the_cause(
+    client: AsyncFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = client.rollout("actor")
+    view = rollout._lines.view
+    known = view.known
+
+    async def late() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await known()
+
+    monkeypatch.setattr(view, "known", late)
+    with pytest.raises(RlctlError, match=r"the coordinator sent no view of the fleet within 0\.2 s") as caught:
+        await rollout.generate([0], timeout_s=0.2)
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+
+
 async def test_samples_of_a_stage_that_dies_go_on_elsewhere(client: AsyncFleet, fleet: InProcessFleet) -> None:
     rollout = client.rollout("actor")
     generating = asyncio.create_task(rollout.generate("x", n=6, max_new_tokens=LONG))
