@@ -16,7 +16,6 @@ from rlctl.transport import grpc
 from rlctl.transport.channel import Credentials, LastingChannel, bearer, stated
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.credentials import Tls
-from rlctl.transport.tls.diagnosis import handshake_failure
 from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN, Outcome, RequestHeader
 from rlctl.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -96,22 +95,12 @@ class Connection:
                 raise
             pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
             if tries >= len(RETRY_S) or remaining < pause:
-                failure = await self._with_cause(failure)  # no repeat would mend it
+                failure = await self._channel.explained(failure)  # no repeat would mend it
             if not _repeatable(failure) or remaining < pause:
                 raise failure
             self._channel.failed()
             await asyncio.sleep(pause)
             tries += 1
-
-    async def _with_cause(self, failure: RlctlError) -> RlctlError:
-        """Return a failure to reach the coordinator, or TLS_FAILED if a certificate has ended meanwhile."""
-        if self.tls is None or failure.reason is not Reason.UNREACHABLE:
-            return failure
-        cause = await handshake_failure(self.address, self.tls, Role.COORDINATOR)
-        if cause is None:
-            return failure
-        cause.outcome = failure.outcome  # an earlier try may have arrived
-        return cause
 
     def _silent(self, method: str, header: RequestHeader | None, timeout_s: float) -> RlctlError:
         """Return the error for a time-out that the coordinator itself did not report."""

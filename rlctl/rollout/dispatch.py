@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Self
 
@@ -14,7 +14,7 @@ from rlctl.client.fleet_watch import FleetView
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.partial_responses import Merged
 from rlctl.rollout import prefill_decode
-from rlctl.rollout.picking.router import Picked, Router, Wanted, next_step, obstacles
+from rlctl.rollout.picking.router import REFUSALS, Picked, Router, Wanted, next_step, obstacles
 from rlctl.rollout.stage_stream import LEFT_S, Answers, Line, Metadata, Parts
 from rlctl.transport.channel import Credentials, bearer
 from rlctl.v1.coordinator_pb2 import GetFleetRequest
@@ -31,6 +31,9 @@ WARN_S = 10.0
 
 Longer than most pauses. A script without logging set up shows warnings too.
 """
+
+MOST_NAMED = 8
+"""Stages whose failures an error names."""
 
 
 class Lines:
@@ -81,6 +84,11 @@ class Lines:
         lines = copy.copy(self)
         lines.metadata = bearer(credentials)
         return lines
+
+    async def explained(self, stage: Stage, failure: RlctlError) -> RlctlError:
+        """Return a failure to reach a stage, or TLS_FAILED if a certificate is the cause."""
+        line = self._lines.get(stage.registration.rollout_address)
+        return failure if line is None else await line.explained(failure)
 
     async def check_model(self, model: str, timeout_s: float) -> None:
         """Raise MODEL_NOT_FOUND if the coordinator does not know the model."""
@@ -159,6 +167,10 @@ class Attempt:
         """Record that the stage accepted the request."""
         self._router.answered(self._picked)
 
+    async def explained(self, failure: RlctlError) -> RlctlError:
+        """Return a failure, or TLS_FAILED if a certificate is its cause."""
+        return await self._lines.explained(self._met_at or self.stage, failure)
+
     def on_loss(self, call: Callable[[], object]) -> Callable[[], None]:
         """Call ``call`` when the coordinator reports the stage lost. The returned function undoes this."""
         return self._lines.view.on_loss(self.stage, call)
@@ -211,14 +223,25 @@ class Dispatch:
                     await view.changed()
             except TimeoutError:
                 if loop.time() - now >= TELL_S:
-                    self._tell(obstacles(view.stages, criteria), loop.time() - started)
+                    causes = [obstacles(view.stages, criteria), _named(self.router.failures(view.stages, criteria))]
+                    self._tell(", ".join(filter(None, causes)), loop.time() - started)
             criteria = self._of_fleet(wanting())
+        raise await self._unplaced(criteria, timeout_s)
+
+    async def _unplaced(self, criteria: Wanted, timeout_s: float) -> RlctlError:
+        """Return NO_ROUTABLE_STAGE with the obstacle or the failure of each stage."""
+        stages = self.lines.view.stages
+        failures = self.router.failures(stages, criteria)
+        first, others = failures[:MOST_NAMED], failures[MOST_NAMED:]
+        errors = await asyncio.gather(*(self.lines.explained(stage, error) for stage, error in first))
+        explained = [(stage, error) for (stage, _), error in zip(first, errors, strict=True)]
+        causes = ", ".join(filter(None, [obstacles(stages, criteria), _named([*explained, *others])]))
+        tls_failures = (error for error in errors if error.reason is Reason.TLS_FAILED)
         model_phrase = f"of {criteria.model} " if criteria.model else ""
-        causes = obstacles(view.stages, criteria)
         cause_phrase = f": {causes}" if causes else ""
-        raise Reason.NO_ROUTABLE_STAGE.error(
+        return Reason.NO_ROUTABLE_STAGE.error(
             f"no stage {model_phrase}took the request within {timeout_s:g} s{cause_phrase}",
-            next_step=next_step(view.stages, criteria),
+            next_step=next_step(stages, criteria) or next((error.next_step for error in tls_failures), ""),
         )
 
     def _of_fleet(self, wanted: Wanted) -> Wanted:
@@ -233,3 +256,14 @@ class Dispatch:
         if self._told is None or named != self._told[0] or level > self._told[1]:
             log.log(level, "waiting for a routable stage: %s", named or "none is known")
             self._told = (named, level)
+
+
+def _named(failures: Sequence[tuple[Stage, RlctlError]]) -> str:
+    """Return the first failures, such as "a failed (the engine is gone), b refused (too many requests)"."""
+    phrases = [
+        f"{stage.registration.slot} {'refused' if error.reason in REFUSALS else 'failed'} ({error.message})"
+        for stage, error in failures[:MOST_NAMED]
+    ]
+    if len(failures) > MOST_NAMED:
+        phrases.append(f"and {len(failures) - MOST_NAMED} more")
+    return ", ".join(phrases)

@@ -430,7 +430,7 @@ class AsyncRollout:
                     return failure
                 faults += failure.reason in FAULTS
                 if faults > self._retries:
-                    return failure
+                    return await attempt.explained(failure)
         return None
 
     def _wanted(self, job: _Job) -> Wanted:

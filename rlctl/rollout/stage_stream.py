@@ -98,6 +98,10 @@ class Line:
             raise
         return rid not in answer.unknown_rids
 
+    async def explained(self, failure: RlctlError) -> RlctlError:
+        """Return a failure to reach the stage, or TLS_FAILED if a certificate is the cause."""
+        return await self._channel.explained(failure)
+
     async def close(self, grace_s: float | None = None) -> None:
         """Close the line. With ``grace_s``, first wait up to that long until the stage has been told of abandoned
         requests.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import getpass
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.transport.auth import CLIENT, ON_BEHALF_OF, USER, sendable
 from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.diagnosis import handshake_failure
@@ -60,6 +61,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
+
+DIAGNOSIS_S = 2.0
+"""Longest time to find the cause of a failed connection."""
 
 _opened_by: set[int] = set()
 """Process ids of this process and of the processes that it was forked from."""
@@ -118,6 +122,22 @@ class LastingChannel:
                 if failure is not None:
                     raise failure
             await self._channel.wait_for_state_change(state)
+
+    async def explained(self, failure: RlctlError) -> RlctlError:
+        """Return a failure to reach the server, or TLS_FAILED with the same outcome if a certificate is the cause.
+
+        Takes :data:`DIAGNOSIS_S` at most.
+        """
+        if self._tls is None or failure.reason is not Reason.UNREACHABLE:
+            return failure
+        cause = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DIAGNOSIS_S):
+                cause = await handshake_failure(self._address, self._tls, self._role)
+        if cause is None:
+            return failure
+        cause.outcome = failure.outcome  # an earlier try may have arrived
+        return cause
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close all channels, once calls have ended or after ``grace_s`` in all."""

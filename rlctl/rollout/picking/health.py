@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlctl.contract.errors import RlctlError
+
 REFUSED_S = (0.02, 0.5)
 """First and longest wait after a refusal, in seconds."""
 
@@ -25,6 +27,7 @@ class _Held:
     since: float
     pause_s: float
     until: float
+    error: RlctlError
 
     def is_of(self, incarnation: int, revision: int) -> bool:
         return self.incarnation == incarnation and self.revision in (None, revision)
@@ -57,13 +60,18 @@ class Health:
         """Record that the stage accepted a request."""
         self._held.pop(slot, None)
 
-    def refused(self, slot: str, incarnation: int, revision: int, sent: float, now: float) -> None:
+    def refused(self, slot: str, incarnation: int, revision: int, sent: float, now: float, error: RlctlError) -> None:
         """Record a refusal due to the stage's state. ``sent`` is the time of the request."""
-        self._hold(slot, incarnation, revision, sent, now, REFUSED_S)
+        self._hold(slot, incarnation, revision, sent, now, REFUSED_S, error)
 
-    def failed(self, slot: str, incarnation: int, sent: float, now: float) -> None:
+    def failed(self, slot: str, incarnation: int, sent: float, now: float, error: RlctlError) -> None:
         """Record a failure of the stage or its connection. ``sent`` is the time of the request."""
-        self._hold(slot, incarnation, None, sent, now, FAILED_S)
+        self._hold(slot, incarnation, None, sent, now, FAILED_S, error)
+
+    def last_error(self, slot: str, incarnation: int, revision: int) -> RlctlError | None:
+        """Return the latest refusal or failure of the stage, or None if the stage accepted a request since."""
+        wait = self._held.get(slot)
+        return wait.error if wait is not None and wait.is_of(incarnation, revision) else None
 
     def again_s(self, now: float) -> float:
         """Return the seconds until the next wait of a stage ends; infinite if no stage is under a wait."""
@@ -71,7 +79,14 @@ class Health:
         return min(waits, default=float("inf"))
 
     def _hold(
-        self, slot: str, incarnation: int, revision: int | None, sent: float, now: float, bounds: tuple[float, float]
+        self,
+        slot: str,
+        incarnation: int,
+        revision: int | None,
+        sent: float,
+        now: float,
+        bounds: tuple[float, float],
+        error: RlctlError,
     ) -> None:
         first, most = bounds
         previous = self._held.get(slot)
@@ -81,4 +96,4 @@ class Health:
             return  # sent before the wait began: many requests may meet the same event
         else:
             pause_s = min(2 * previous.pause_s, most)
-        self._held[slot] = _Held(incarnation, revision, now, pause_s, now + pause_s * (1 + self._jitter() / 4))
+        self._held[slot] = _Held(incarnation, revision, now, pause_s, now + pause_s * (1 + self._jitter() / 4), error)

@@ -19,6 +19,7 @@ REFUSALS = (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD, Reason.TOO_MANY_RE
 
 FAULTS = (
     Reason.UNREACHABLE,
+    Reason.TLS_FAILED,
     Reason.LINK_LOST,
     Reason.RANK_LOST,
     Reason.RANK_SILENT,
@@ -166,12 +167,21 @@ class Router:
         stage = at or picked.stage
         slot = stage.registration.slot
         if failure.reason in REFUSALS:
-            self._health.refused(slot, stage.incarnation, stage.report.revision, picked.at, now)
+            self._health.refused(slot, stage.incarnation, stage.report.revision, picked.at, now, failure)
             return True
         if failure.reason in FAULTS:
-            self._health.failed(slot, stage.incarnation, picked.at, now)
+            self._health.failed(slot, stage.incarnation, picked.at, now, failure)
             return True
         return False
+
+    def failures(self, stages: Sequence[Stage], wanted: Wanted) -> list[tuple[Stage, RlctlError]]:
+        """Return the suitable stages whose latest answer was a refusal or failure, each with this error."""
+        suitable = (each for each in stages if _is_wanted(each, wanted) and each.routable and not _lacks(each, wanted))
+        last_errors = (
+            (each, self._health.last_error(each.registration.slot, each.incarnation, each.report.revision))
+            for each in suitable
+        )
+        return [(stage, error) for stage, error in last_errors if error is not None]
 
     def end(self, picked: Picked) -> None:
         """Record the end of the request at the picked stages, after success or failure."""

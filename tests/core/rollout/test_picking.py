@@ -356,7 +356,7 @@ def test_a_stage_that_fails_is_avoided_until_it_has_answered_or_restarted() -> N
 
 def test_one_answer_makes_a_stage_as_good_as_ever() -> None:
     health = fast_health()
-    health.failed("a", 1, sent=0.0, now=0.0)
+    health.failed("a", 1, sent=0.0, now=0.0, error=Reason.UNREACHABLE.error())
     now = FAILED_S[0]
     assert not health.usable("a", 1, 1, now - 0.01)
     assert health.usable("a", 1, 1, now)
@@ -373,14 +373,34 @@ def test_no_stage_is_left_alone_for_longer_than_the_bound(events: list[str]) -> 
     health, now = Health(), 0.0
     for event in events:
         if event == "refused":
-            health.refused("a", 1, 1, now, now)
+            health.refused("a", 1, 1, now, now, Reason.STAGE_NOT_SERVING.error())
         else:
-            health.failed("a", 1, now, now)
+            health.failed("a", 1, now, now, Reason.UNREACHABLE.error())
         wait = health.again_s(now)
         assert 0 < wait <= max(FAILED_S[1], REFUSED_S[1]) * 1.25
         now += wait + 1e-6
         assert health.usable("a", 1, 1, now)
         health.trying("a", now)
+
+
+def test_errors_of_suitable_stages_are_kept_until_an_answer() -> None:
+    router = Router(policy("round_robin", session_idle_s=1), fast_health())
+    stages = [stage("a"), stage("b")]
+    failure, refusal = Reason.TLS_FAILED.error("no handshake"), Reason.TOO_MANY_REQUESTS.error("full")
+    for error in (failure, refusal):
+        picked = router.pick(stages, Wanted(), 0.0)
+        assert picked is not None
+        assert router.failed(picked, error, 0.0), "the request goes elsewhere"
+        router.end(picked)
+    assert router.pick(stages, Wanted(), 0.0) is None
+    assert router.failures(stages, Wanted()) == [(stages[0], failure), (stages[1], refusal)]
+    assert router.failures(stages, Wanted(slot="b")) == [(stages[1], refusal)]
+    assert router.failures(stages, Wanted(floor=2)) == []
+    assert router.failures([stage("a", incarnation=2), stage("b", revision=2)], Wanted()) == []
+    picked = router.pick(stages, Wanted(), FAILED_S[1])
+    assert picked is not None
+    router.answered(picked)
+    assert picked.stage not in [each for each, _ in router.failures(stages, Wanted())]
 
 
 def test_a_request_that_is_wrong_says_nothing_of_the_stage() -> None:

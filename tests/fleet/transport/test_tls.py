@@ -37,6 +37,7 @@ from rlctl.transport.links import GrpcDialer
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.authority import Authority
 from rlctl.transport.tls.credentials import Tls
+from rlctl.transport.tls.files import TlsFiles
 from rlctl.transport.tls.identity import Role
 from rlctl.v1 import coordinator_pb2 as c
 from rlctl.v1 import verbs_pb2 as v
@@ -270,6 +271,37 @@ async def test_a_certificate_that_has_expired_is_named_with_its_time_and_the_nex
         error = await refused(aio.connect(address, tls=bob, timeout_s=5))
         assert f"it refused {bob.files.cert} (rlctl://lab/client/bob), which {ends}" in error.message
         assert "`rlctl certs issue DIR client/bob`" in error.next_step
+
+
+async def test_stages_with_a_failed_handshake_are_named_with_the_cause(
+    make_fleet: Callable, authority: Authority, tmp_path: Path
+) -> None:
+    files = TlsFiles(tmp_path / "ca.crt", tmp_path / "alice.crt", tmp_path / "alice.key")
+
+    def use(issued: TlsFiles) -> None:
+        for name in ("ca", "cert", "key"):
+            getattr(files, name).write_bytes(getattr(issued, name).read_bytes())
+
+    use(authority.issue("client/alice"))
+    async with (
+        make_fleet(authority=authority, a=1, b=1) as fleet,
+        await aio.connect(fleet.server.address, tls=Tls(files)) as client,
+    ):
+        rollout, single = client.rollout("actor", retries=100), client.rollout("actor", retries=1)
+        await rollout._lines.view.known()
+        use(Authority.init(tmp_path / "other", "lab").issue("client/alice"))  # the connection to the coordinator stays
+        cause = f"its certificate was not issued by the CA in {files.ca}"
+        for generating in (
+            rollout.generate([0], max_new_tokens=1, timeout_s=1),
+            client.generate("x", max_new_tokens=1, timeout_s=1),
+        ):
+            error = await refused(generating)
+            assert error.reason is Reason.NO_ROUTABLE_STAGE
+            for slot in "ab":
+                assert f"{slot} failed ({fleet.stages[slot].rollout_address}: {cause}" in error.message
+            assert "docs/tls.md" in error.next_step
+        error = await refused(single.generate([0], max_new_tokens=1))
+        assert (error.reason, cause in error.message) == (Reason.TLS_FAILED, True), error
 
 
 async def test_the_ranks_of_a_trainer_are_joined_over_mtls(authority: Authority) -> None:
