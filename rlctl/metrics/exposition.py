@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from socketserver import ThreadingMixIn
 from typing import Any, TypeVar, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -55,6 +56,16 @@ class Handler(WSGIRequestHandler):
 
     timeout = 10.0
     """Longest wait for a part of the request, seconds."""
+
+    def parse_request(self) -> bool:
+        """Read the request line and the headers. Refuse HTTP/0.9: its answers have neither status nor headers."""
+        if not super().parse_request():
+            return False
+        if self.request_version == "HTTP/0.9":
+            self.request_version = self.protocol_version
+            self.send_error(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+            return False
+        return True
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Write no log."""

@@ -198,6 +198,18 @@ async def test_idle_connections_are_limited_and_end(measured: InProcessFleet, mo
         writer.close()
 
 
+async def test_a_request_without_a_version_of_http_is_refused(measured: InProcessFleet) -> None:
+    host, port = measured.server.metrics_address.rsplit(":", 1)
+    for head, status in ((b"GET /metrics", b"505"), (b"GET /metrics HTTP/1.0", b"200")):
+        async with asyncio.timeout(10):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head + b"\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+        assert answer.startswith(b"HTTP/1.0 " + status), answer[:80]
+        assert (b"rlctl_epoch" in answer) == (status == b"200")
+
+
 async def test_scrapes_at_one_time_read_the_state_once(
     measured: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
