@@ -21,6 +21,7 @@ from rlctl.metrics import definitions as m
 from rlctl.metrics.exposition import Exposition, Sample
 from rlctl.ports import Clock, Delete, Journal, Put
 from rlctl.transport.handlers import Streaming, Unary
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1 import coordinator_pb2
 from rlctl.v1.common_pb2 import (
     VERIFICATION_LEVEL_NONE,
@@ -41,8 +42,9 @@ SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 class CoordinatorMetrics(Observer):
     """Counts events, and serves counts and the state of a coordinator."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, tls: Tls | None) -> None:
         self._clock = clock
+        self._tls = tls
         self._coordinator: Coordinator | None = None
         self._exposition = Exposition(m.of(m.COORDINATOR), self._state)
         for number in VerificationLevel.values():
@@ -117,6 +119,8 @@ class CoordinatorMetrics(Observer):
         return _MeasuredJournal(journal, self._exposition, self._clock)
 
     def _state(self) -> Iterator[Sample]:
+        if self._tls is not None:
+            yield m.CERTIFICATE_EXPIRY, (), self._tls.material.expires.timestamp()
         if self._coordinator is None:
             return
         roster = self._coordinator.roster

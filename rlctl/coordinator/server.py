@@ -94,7 +94,7 @@ class CoordinatorServer:
         self.config = config
         self.address = self.metrics_address = ""
         clock = SystemClock()
-        self._metrics = _metrics(clock) if config.metrics else None
+        self._metrics = _metrics(clock, config.tls) if config.metrics else None
         self._traces = _traces()
         self._journal = SqliteJournal(config.journal)
         self.coordinator = Coordinator(
@@ -188,12 +188,12 @@ class CoordinatorServer:
             await self._metrics.stop()
 
 
-def _metrics(clock: Clock) -> CoordinatorMetrics:
+def _metrics(clock: Clock, tls: Tls | None) -> CoordinatorMetrics:
     """Return the metrics. Raises UNSUPPORTED without prometheus_client."""
     refuse_without_library()
     from rlctl.coordinator.metrics import CoordinatorMetrics  # loads prometheus_client
 
-    return CoordinatorMetrics(clock)
+    return CoordinatorMetrics(clock, tls)
 
 
 def _traces() -> OperationTraces | None:

@@ -16,6 +16,7 @@ from rlctl.rollout.rollout import ANYWHERE, Place, Told
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport.channel import Credentials
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1.rollout_pb2 import Sample as GeneratedSample
 
 UNLISTED = "unlisted"
@@ -27,7 +28,8 @@ CLOSED = "499"
 class GatewayMetrics:
     """Counts requests and samples, and serves the metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None) -> None:
+        self._tls = tls
         self._generation: Generation | None = None
         self.exposition = Exposition(m.of(m.GATEWAY), self._state)
 
@@ -66,6 +68,8 @@ class GatewayMetrics:
             self.exposition.count(m.SAMPLE_TOKENS, model, by=tokens)
 
     def _state(self) -> Iterator[Sample]:
+        if self._tls is not None:
+            yield m.CERTIFICATE_EXPIRY, (), self._tls.material.expires.timestamp()
         generation = self._generation
         if generation is not None:
             yield m.INFLIGHT, (), generation.inflight

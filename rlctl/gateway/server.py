@@ -139,7 +139,7 @@ class GatewayServer:
             refuse_without_library()
             from rlctl.gateway.metrics import GatewayMetrics  # loads prometheus_client
 
-            self._metrics = GatewayMetrics()
+            self._metrics = GatewayMetrics(config.tls)
             self.metrics_address = await self._metrics.exposition.start(config.metrics)
         self.fleet = self._fleet = await aio.connect(
             config.coordinator, token=config.token or "", tls=config.tls or False, client="gateway"

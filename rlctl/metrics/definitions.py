@@ -80,6 +80,14 @@ QUOTA_REFUSALS = Metric(
     ("principal",),
 )
 
+CERTIFICATE_EXPIRY = Metric(
+    "rlctl_certificate_expiry_timestamp_seconds",
+    "gauge",
+    "Unix time at which the certificate in use expires; absent without TLS.",
+    (COORDINATOR, STAGE, GATEWAY),
+    read=True,
+)
+
 # Coordinator: operations and updates.
 
 OPERATIONS = _counter("rlctl_operations_total", "Ended operations.", COORDINATOR, "verb", "state")

@@ -9,6 +9,7 @@ from rlctl.metrics import definitions as m
 from rlctl.metrics.exposition import Exposition, Sample
 from rlctl.ports import Clock
 from rlctl.stage.serving_state import Serving
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateResponse
 
 
@@ -61,9 +62,12 @@ class MeasuredRequest:
 class StageMetrics:
     """Counts generation requests, and serves them with the state of a stage."""
 
-    def __init__(self, model: str, slot: str, serving: Callable[[], Serving], clock: Clock) -> None:
+    def __init__(
+        self, model: str, slot: str, serving: Callable[[], Serving], clock: Clock, tls: Tls | None = None
+    ) -> None:
         self._labels = (model, slot)
         self._serving = serving
+        self._tls = tls
         self.clock = clock
         self.running = 0
         self.exposition = Exposition(m.of(m.STAGE), self._state)
@@ -86,6 +90,8 @@ class StageMetrics:
 
     def _state(self) -> Iterator[Sample]:
         yield m.GENERATION_RUNNING, self._labels, self.running
+        if self._tls is not None:
+            yield m.CERTIFICATE_EXPIRY, (), self._tls.material.expires.timestamp()
         try:
             serving = self._serving()
         except RlctlError:  # the engine is loading

@@ -185,7 +185,8 @@ class StageServer:
         refuse_without_library()
         from rlctl.stage.metrics import StageMetrics  # loads prometheus_client
 
-        return StageMetrics(self.config.model, self.config.slot, self._serving, self._clock)
+        config = self.config
+        return StageMetrics(config.model, config.slot, self._serving, self._clock, config.tls)
 
     async def _start_rollout(self) -> str:
         denials, metrics = Denials(), self._metrics

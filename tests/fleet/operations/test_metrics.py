@@ -10,23 +10,28 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from scraping import scrape
 from updating import abort, begin, commit, digest, join, refusal, write
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
+from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.metrics import definitions, exposition
 from rlctl.ports import SystemClock
 from rlctl.stage.metrics import StageMetrics
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.transport.channel import open_channel
+from rlctl.transport.tls.authority import Authority
+from rlctl.transport.tls.credentials import Tls
 from rlctl.v1.coordinator_pb2 import GetOperationRequest
 from rlctl.v1.rollout_pb2 import AbortRequest, GenerateRequest, GenerateResponse, Sample, SamplingParams
 from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 from rlctl.v1.verbs_pb2 import PauseGenerationRequest, UpdateWeightsFromDiskRequest
 
 ANY = "127.0.0.1:0"
+EXPIRY = "rlctl_certificate_expiry_timestamp_seconds"
 
 
 @pytest.fixture
@@ -208,6 +213,41 @@ async def test_a_request_without_a_version_of_http_is_refused(measured: InProces
             writer.close()
         assert answer.startswith(b"HTTP/1.0 " + status), answer[:80]
         assert (b"rlctl_epoch" in answer) == (status == b"200")
+
+
+async def test_every_process_with_a_certificate_has_the_end_of_the_present_one(
+    make_fleet: Callable, tmp_path: Path
+) -> None:
+    authority = Authority.init(tmp_path / "tls", "lab")
+
+    def ends(path: str, days: int) -> float:
+        certificate = x509.load_pem_x509_certificate(authority.issue(path, days=days).cert.read_bytes())
+        return certificate.not_valid_after_utc.timestamp()
+
+    expected = {path: ends(path, days) for path, days in (("coordinator", 30), ("stage/a", 20), ("gateway/g", 10))}
+    async with make_fleet(authority=authority, a=1, metrics=ANY) as fleet:
+        config = GatewayConfig(fleet.server.address, tls=Tls(authority.files("gateway/g")), metrics=ANY)
+        gateway = GatewayServer(config)
+        await gateway.start()
+        try:
+            addresses = {
+                "coordinator": fleet.server.metrics_address,
+                "stage/a": fleet.stages["a"].metrics_address,
+                "gateway/g": gateway.metrics_address,
+            }
+            for path, address in addresses.items():
+                assert (await scrape(address)).value(EXPIRY) == expected[path]
+            expected |= {path: ends(path, 40) for path in addresses}
+            await asyncio.sleep(exposition.FRESH_S)
+            for path, address in addresses.items():
+                assert (await scrape(address)).value(EXPIRY) == expected[path]
+        finally:
+            await gateway.stop()
+
+
+async def test_without_a_certificate_there_is_no_end(measured: InProcessFleet) -> None:
+    seen = await scrape(measured.stages["a"].metrics_address)
+    assert not seen.families[EXPIRY].samples
 
 
 async def test_scrapes_at_one_time_read_the_state_once(
