@@ -25,7 +25,13 @@ class Clock(Protocol):
     """Time, ids and randomness."""
 
     def now(self) -> float:
-        """Return monotonic seconds of the running event loop's clock, the clock of deadlines and leases."""
+        """Return monotonic seconds of the running event loop's clock, the clock of deadlines and timers."""
+
+    def uptime(self) -> float:
+        """Return monotonic seconds that also count while the host is suspended: the clock of a stage's serving lease.
+
+        Never compared with :meth:`now`: the difference is the time that the host was suspended.
+        """
 
     def wall(self) -> Timestamp:
         """Return wall time: for people, and for few decisions (docs/decisions, "The wall clock decides little")."""
@@ -106,6 +112,9 @@ class Journal(Protocol):
         """Return True while this process owns the journal. A former owner has a successor, and commands no stage."""
 
 
+_UPTIME: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
+
 class SystemClock:
     """Real time."""
 
@@ -115,6 +124,10 @@ class SystemClock:
         The running loop is not asked: Python 3.11 finds the loop with a system call (getpid), up to four for a command.
         """
         return time.monotonic()
+
+    def uptime(self) -> float:
+        """Return the time since the start of the host. Only Linux counts the time of a suspended host."""
+        return time.monotonic() if _UPTIME is None else time.clock_gettime(_UPTIME)
 
     def wall(self) -> Timestamp:
         """Return the present wall time."""

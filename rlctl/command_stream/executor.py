@@ -205,7 +205,7 @@ class Executor:
         _reply(link, ControlResponse(attached=attached, sent_at=self._now()))
 
     def _now(self) -> int:
-        return max(1, int(self._clock.now() * 1e6))
+        return max(1, int(self._clock.uptime() * 1e6))
 
     def _obey(self, link: Link[ControlResponse, ControlRequest], command: Command) -> None:
         """Run a command and answer over the same link.

@@ -98,4 +98,4 @@ class StageMetrics:
             return
         yield m.STAGE_VERSION, self._labels, serving.version.sequence
         if serving.lease_until > float("-inf"):
-            yield m.LEASE_SECONDS, self._labels, serving.lease_until - self.clock.now()
+            yield m.LEASE_SECONDS, self._labels, serving.lease_until - self.clock.uptime()

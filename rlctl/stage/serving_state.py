@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import (
     STAGE_STATE_DIRTY,
     STAGE_STATE_JOINING,
@@ -25,7 +26,7 @@ class Serving(NamedTuple):
     Attributes:
         version: version of the weights.
         vouched: tokens of running requests may be sent, in any state.
-        lease_until: end of the serving lease, on the clock's ``now``.
+        lease_until: end of the serving lease, on the clock's ``uptime``.
         obstacle: reason to serve nothing although the stage answers, or None.
         adapters: version by name of the servable adapters.
         held: names of the adapters at the ranks.
@@ -54,7 +55,10 @@ class Serving(NamedTuple):
     paused_adapters: frozenset[str] = frozenset()
     withheld_adapters: frozenset[str] = frozenset()
 
-    def refuse(self, now: float, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
+    def has_lease(self, clock: Clock) -> bool:
+        return clock.uptime() < self.lease_until
+
+    def refuse(self, clock: Clock, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise the reason for refusing a new request now."""
         if model and model != self.model:
             raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
@@ -65,7 +69,7 @@ class Serving(NamedTuple):
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
         if self.spoiling:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is carrying out {self.spoiling}")
-        self._refuse_without_lease(now)
+        self._refuse_without_lease(clock)
         if min_version_seq > self.version.sequence:
             raise Reason.VERSION_TOO_OLD.error(
                 f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
@@ -92,7 +96,7 @@ class Serving(NamedTuple):
             f"{self.slot} serves no adapter {adapter!r}; it serves: {adapter_names}", field="adapter"
         )
 
-    def refuse_ongoing(self, now: float, adapter: str = "") -> None:
+    def refuse_ongoing(self, clock: Clock, adapter: str = "") -> None:
         """Raise STAGE_NOT_SERVING if no further tokens of a running request may be sent.
 
         Tokens from before a pause may still be sent. Tokens of unverified weights, or of weights no longer admitted,
@@ -107,8 +111,8 @@ class Serving(NamedTuple):
         replaced = self.sealed and adapter == self.closed_adapter and adapter in self.held
         if adapter and adapter not in self.adapters and not replaced and self.state != STAGE_STATE_UPDATING:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")
-        self._refuse_without_lease(now)
+        self._refuse_without_lease(clock)
 
-    def _refuse_without_lease(self, now: float) -> None:
-        if now >= self.lease_until:
+    def _refuse_without_lease(self, clock: Clock) -> None:
+        if not self.has_lease(clock):
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds no serving lease: no coordinator renews it")

@@ -240,7 +240,7 @@ class Stage:
             ranks=self._ranks,
             revision=self._revision,
             fleet_epoch=facts.fleet_epoch,
-            lease_held=self._clock.now() < self._lease_until,
+            lease_held=self.serving.has_lease(self._clock),
             paused_by_update=facts.paused_by,
             grant_number=self._confirmed_grant,
             update_staged=facts.update is not None and facts.update.aside,
@@ -284,7 +284,7 @@ class Stage:
         ``granted``: the cause is a grant, and most grants only prolong the lease.
         """
         self.serving = self._serving()
-        has_lease = self._clock.now() < self._lease_until
+        has_lease = self.serving.has_lease(self._clock)
         standing = (self.serving.state, has_lease, self._confirmed_grant, self.facts.update is None)
         if granted and standing == self._standing:
             return

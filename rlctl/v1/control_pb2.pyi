@@ -87,7 +87,7 @@ class ControlResponse(_message.Message):
     PONG_FIELD_NUMBER: _builtins.int
     SENT_AT_FIELD_NUMBER: _builtins.int
     sent_at: _builtins.int
-    """With attached, pong and result: time of sending, in microseconds on the sender's monotonic clock. Grants return the
+    """With attached, pong and result: time of sending, in microseconds on the sender's clock of leases. Grants return the
     time.
     """
     @_builtins.property
@@ -351,7 +351,8 @@ Global___CommandResult: _TypeAlias = CommandResult  # noqa: Y015
 @_typing.final
 class ServingGrant(_message.Message):
     """Lets a stage serve. The stage serves only weights of an admitted version, and only until the lease ends on the
-    stage's monotonic clock. A long wait in a buffer, for example at a stopped stage, does not prolong the lease.
+    stage's own clock, which also counts the time of a suspended host (Linux). A long wait in a buffer, for example at a
+    stopped stage, does not prolong the lease.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -24,7 +24,7 @@ def look(fleet: Fleet) -> None:
         if stage.serving.state != STAGE_STATE_READY or not host.alive or host.node.stopped:
             continue
         with contextlib.suppress(RlctlError):
-            stage.serving.refuse(host.now())
+            stage.serving.refuse(host.clock)
             fleet.sim.observer.generates(host.slot, host.model, stage.incarnation)
             held = [engine.holding.weights for engine in host.machine.engines]
             fleet.sim.observer.right(host.name, host.model, stage.serving.version.sequence, held, "would serve")
@@ -34,7 +34,7 @@ def look(fleet: Fleet) -> None:
                 engine.computes()
             for adapter in sorted(stage.facts.adapters):
                 with contextlib.suppress(RlctlError):
-                    stage.serving.refuse(host.now(), adapter=adapter)
+                    stage.serving.refuse(host.clock, adapter=adapter)
                     fleet.sim.observer.generates(host.slot, host.model, stage.incarnation, adapter)
 
 

@@ -50,7 +50,7 @@ _refuse = Facts.refuse
 
 def _from_receipt(self: Stage, grant: Any) -> None:
     if grant.echo:
-        grant.echo = int(self._clock.now() * 1e6)
+        grant.echo = int(self._clock.uptime() * 1e6)
     _grant(self, grant)
 
 

@@ -33,7 +33,7 @@ class Admission:
         while True:
             serving, now = self._serving(), self._clock.now()
             try:
-                serving.refuse(now, model=model, min_version_seq=min_version_seq, adapter=adapter)
+                serving.refuse(self._clock, model=model, min_version_seq=min_version_seq, adapter=adapter)
             except RlctlError as refusal:
                 if refusal.reason not in (Reason.STAGE_NOT_SERVING, Reason.VERSION_TOO_OLD) or now >= until:
                     raise
@@ -45,7 +45,7 @@ class Admission:
         """Return when the state of the stage differs from ``seen``, or after ``within_s`` seconds."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
-            self._seen, self._leased = seen, seen.lease_until > self._clock.now()
+            self._seen, self._leased = seen, seen.has_lease(self._clock)
             self._look_later()
         elif seen != self._seen:
             return  # changed since the last poll
@@ -58,7 +58,7 @@ class Admission:
         changed = self._changed
         assert changed is not None
         serving = self._serving()
-        if serving == self._seen and self._leased == (serving.lease_until > self._clock.now()):
+        if serving == self._seen and self._leased == serving.has_lease(self._clock):
             self._look_later()
             return
         self._changed = None

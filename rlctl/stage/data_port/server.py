@@ -181,7 +181,7 @@ class DataPort:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
         serving = self._serving()
-        serving.refuse(self._clock.now())
+        serving.refuse(self._clock)
         return web.Response(headers=_version_headers(serving))
 
     async def _open(self, request: web.Request) -> web.StreamResponse:

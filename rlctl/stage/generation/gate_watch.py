@@ -47,8 +47,10 @@ class Ongoing:
             request.limit.cancel()
 
     def _look(self) -> None:
-        serving, now = self._serving(), self._clock.now()
-        refusals = {adapter: _refusal(serving, now, adapter) for adapter in {each.adapter for each in self._requests}}
+        serving = self._serving()
+        refusals = {
+            adapter: _refusal(serving, self._clock, adapter) for adapter in {each.adapter for each in self._requests}
+        }
         for request in self._requests:
             refusal = refusals[request.adapter]
             if refusal is not None:
@@ -84,7 +86,7 @@ class OngoingRequest:
             raise _late()
         with self:
             part = await anext(parts, None)
-        self._serving().refuse_ongoing(self._clock.now(), self.adapter)
+        self._serving().refuse_ongoing(self._clock, self.adapter)
         return part
 
     def time_up(self) -> None:
@@ -115,9 +117,9 @@ class OngoingRequest:
             raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why") from None
 
 
-def _refusal(serving: Serving, now: float, adapter: str) -> RlctlError | None:
+def _refusal(serving: Serving, clock: Clock, adapter: str) -> RlctlError | None:
     try:
-        serving.refuse_ongoing(now, adapter)
+        serving.refuse_ongoing(clock, adapter)
     except RlctlError as refusal:
         return refusal
     return None

@@ -89,7 +89,7 @@ class Generation:
             started = self._clock.now()
             serving = self._serving()
             serving.refuse(
-                started, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter
+                self._clock, model=request.model, min_version_seq=request.min_version_seq, adapter=request.adapter
             )
             check_pair_version(request, serving.version.sequence)
             deadline = float("inf") if remaining_s is None else started + remaining_s

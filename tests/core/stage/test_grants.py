@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, cast
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rlctl import ports
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import RlctlError
 from rlctl.stage.state_machine import Stage
@@ -24,9 +26,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.time = 1000.0
+        self.suspended_s = 0.0
 
     def now(self) -> float:
         return self.time
+
+    def uptime(self) -> float:
+        return self.time + self.suspended_s
+
+    def new_key(self) -> bytes:
+        raise AssertionError("nothing needs a key")
 
     def wall(self) -> Timestamp:
         return Timestamp()
@@ -81,10 +90,10 @@ def grant(
     )
 
 
-def refusal(stage: Stage, now: float) -> str:
+def refusal(stage: Stage, clock: Clock) -> str:
     """Why nothing is generated, or ""."""
     try:
-        stage.serving.refuse(now)
+        stage.serving.refuse(clock)
     except RlctlError as error:
         return error.message
     return ""
@@ -94,28 +103,50 @@ async def test_a_lease_runs_from_what_the_stage_said_last_not_from_when_the_gran
     stage: Stage, clock: Clock
 ) -> None:
     stage.grant(grant(1, adopt=OLD))
-    assert not refusal(stage, clock.now())
+    assert not refusal(stage, clock)
     clock.time = 1020.0  # stopped for 20 s, with this one in the buffer
     stage.grant(grant(2, echo=1000.5))
-    assert "no serving lease" in refusal(stage, clock.now())
+    assert "no serving lease" in refusal(stage, clock)
     stage.grant(grant(3, echo=1020.0))
-    assert not refusal(stage, clock.now())
-    assert "no serving lease" in refusal(stage, 1030.0)
+    assert not refusal(stage, clock)
+    clock.time = 1030.0
+    assert "no serving lease" in refusal(stage, clock)
+
+
+async def test_the_time_of_a_suspended_host_counts_for_the_lease(stage: Stage, clock: Clock) -> None:
+    """The monotonic clock of Linux stands still while the host is suspended."""
+    stage.grant(grant(1, adopt=OLD))
+    assert stage.report().lease_held
+    clock.suspended_s = 10.0
+    assert "no serving lease" in refusal(stage, clock)
+    with pytest.raises(RlctlError, match="no serving lease"):
+        stage.serving.refuse_ongoing(clock)
+    assert not stage.report().lease_held
+    stage.grant(grant(2, echo=1010.0))
+    assert not refusal(stage, clock)
+
+
+def test_the_clock_of_leases_counts_the_time_of_a_suspended_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5000.0}.__getitem__)
+    assert ports.SystemClock().uptime() == 5000.0
+    monkeypatch.setattr(ports, "_UPTIME", None)  # a system without such a clock
+    before = time.monotonic()
+    assert before <= ports.SystemClock().uptime() <= time.monotonic()
 
 
 async def test_without_an_echo_there_is_no_lease(stage: Stage, clock: Clock) -> None:
     late = grant(1, adopt=OLD)
     late.echo = 0
     stage.grant(late)
-    assert "no serving lease" in refusal(stage, clock.now())
+    assert "no serving lease" in refusal(stage, clock)
 
 
 async def test_a_grant_that_a_later_one_has_overtaken_is_ignored(stage: Stage, clock: Clock) -> None:
     stage.grant(grant(1, adopt=OLD))
     stage.grant(grant(3, version=NEW))
-    assert "STALE" in refusal(stage, clock.now())
+    assert "STALE" in refusal(stage, clock)
     stage.grant(grant(2, version=OLD))
-    assert "STALE" in refusal(stage, clock.now())
+    assert "STALE" in refusal(stage, clock)
 
 
 async def test_every_coordinator_counts_its_own_grants_and_the_earlier_ones_are_over(
@@ -124,9 +155,9 @@ async def test_every_coordinator_counts_its_own_grants_and_the_earlier_ones_are_
     stage.grant(grant(50, adopt=OLD))
     await attach(stage, 8)
     stage.grant(grant(1, epoch=8, version=NEW))
-    assert "STALE" in refusal(stage, clock.now())
+    assert "STALE" in refusal(stage, clock)
     stage.grant(grant(51, epoch=7, version=OLD))
-    assert "STALE" in refusal(stage, clock.now())
+    assert "STALE" in refusal(stage, clock)
 
 
 async def test_a_stage_says_which_grant_it_was_asked_to_confirm(stage: Stage) -> None:

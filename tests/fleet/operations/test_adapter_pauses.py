@@ -67,7 +67,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def look(self: Stage, **how: bool) -> None:
         changed(self, **how)
         with contextlib.suppress(RlctlError):
-            self.serving.refuse(self._clock.now(), adapter="math")
+            self.serving.refuse(self._clock, adapter="math")
             open_.add(self.registration.slot)
 
     monkeypatch.setattr(Stage, "_changed", look)
@@ -259,11 +259,11 @@ async def test_a_stage_that_is_cut_off_has_stopped_before_the_pause_is_ok(
         await load_both(fleet, checkpoint)
         comes_back = await cut_off(fleet, "a", monkeypatch)
         stage = fleet.stages["a"]._stage
-        stage.serving.refuse(stage._clock.now(), adapter="math")  # it has a lease still
+        stage.serving.refuse(stage._clock, adapter="math")  # it has a lease still
         operation = await pause(fleet)
         assert [(each.slot, each.reason) for each in operation.excluded] == [("a", pausing.PAUSED_LATER)]
         with pytest.raises(RlctlError, match="no serving lease"):
-            stage.serving.refuse(stage._clock.now(), adapter="math")
+            stage.serving.refuse(stage._clock, adapter="math")
         served.clear()
         comes_back()
         await only_math_stands_still(fleet, "a", "b")

@@ -62,7 +62,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def look(self: Stage, **how: bool) -> None:
         changed(self, **how)
         try:
-            self.serving.refuse(self._clock.now())
+            self.serving.refuse(self._clock)
         except RlctlError:
             return
         open_.add(self.registration.slot)
@@ -174,10 +174,10 @@ async def test_one_that_is_cut_off_stops_before_a_pause_of_all_is_ok_and_is_paus
     async with make_fleet(a=1, b=1, lease_s=1.5) as fleet:
         comes_back = await cut_off(fleet, "a", monkeypatch)
         stage = fleet.stages["a"]._stage
-        stage.serving.refuse(stage._clock.now())  # it has a lease still
+        stage.serving.refuse(stage._clock)  # it has a lease still
         await pause(fleet)
         with pytest.raises(RlctlError, match="no serving lease"):
-            stage.serving.refuse(stage._clock.now())
+            stage.serving.refuse(stage._clock)
         served.clear()
         comes_back()
         await paused_for_good(fleet, "a")

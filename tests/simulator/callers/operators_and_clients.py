@@ -423,7 +423,7 @@ def _takes(host: StageHost, adapter: str) -> bool:
     if host.stage is None or not all(node.alive and not node.stopped for node in host.nodes):
         return False
     try:
-        host.stage.serving.refuse(host.now(), adapter=adapter)
+        host.stage.serving.refuse(host.clock, adapter=adapter)
     except RlctlError:
         return False
     return True

@@ -35,6 +35,9 @@ KEPT = 1000
 EPOCH_S = 1_800_000_000
 """Wall time at the start of every simulation."""
 
+SUSPENDED_S = 1e6
+"""Time that each host was suspended before the start. A comparison of ``uptime`` with ``now`` is then wrong by days."""
+
 ROUND_S = 1e-7
 """Duration of one round of an event loop, so that waits within a rounding error of now end."""
 
@@ -376,6 +379,9 @@ class SimClock:
     def __init__(self, node: Node) -> None:
         self._world = node.world
         self.now = node.loop.time
+
+    def uptime(self) -> float:
+        return self.now() + SUSPENDED_S
 
     def wall(self) -> Timestamp:
         nanoseconds = int(self._world.now * 1e9)

@@ -59,6 +59,7 @@ class StageHost:
         self.stage: Stage | None = None
         processes = 1 if slot.speaker else slot.ranks
         self.nodes = [sim.world.spawn(f"{place or slot.name}/{boot}.{rank}") for rank in range(processes)]
+        self.clock = SimClock(self.node)
         self.machine = Machine(sim, slot, self.nodes)
         self._again = again
         self._address = slot.name if sim.fixed_addresses and not place else f"{slot.name}-{boot}"
@@ -84,9 +85,6 @@ class StageHost:
     @property
     def alive(self) -> bool:
         return self.node.alive
-
-    def now(self) -> float:
-        return self.node.loop.time()
 
     def kill(self) -> None:
         for node in self.nodes:
@@ -128,8 +126,7 @@ class StageHost:
             self.kill()
 
     async def _run(self) -> None:
-        sim, node = self.sim, self.node
-        clock = SimClock(node)
+        sim, node, clock = self.sim, self.node, self.clock
         engine = SimEngine(self.machine, 0, lambda error: node.later(0.0, self._failed, engine, error))
         commanders = [await self._dial(rank) for rank in range(1, len(self.nodes))]
         attach = Attach(slot=self.slot, contract_version=CONTRACT_VERSION)
