@@ -278,23 +278,30 @@ class Healer:
         if not needed:
             self._clear(slot, unhealable="")
         elif slot.model in self._by_hand:
-            self._clear(slot, unhealable=slot.unhealable)
+            # A cause from before the switch holds until a source appears.
+            self._clear(slot, unhealable=slot.unhealable and self._obstacle(slot))
         if not needed or slot.model in self._by_hand or not self._is_due(slot):
             return
         if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
             return
-        try:
-            if needs_heal(slot):
-                self._sources.of(slot, "")
-            slot.unhealable = ""
-        except RlctlError as error:
-            if slot.unhealable != error.message:
-                log.info("%s is not healed: %s", slot.name, error)
-                slot.unhealable = error.message
-                self._roster.changed()
+        obstacle = self._obstacle(slot)
+        if obstacle and slot.unhealable != obstacle:
+            log.info("%s is not healed: %s", slot.name, obstacle)
+            self._roster.changed()
+        slot.unhealable = obstacle
+        if obstacle:
             return
         task = self._looking[slot] = asyncio.create_task(self._heal_alone(slot))
         task.add_done_callback(lambda _: self._looking.pop(slot, None))
+
+    def _obstacle(self, slot: Slot) -> str:
+        """Return why a stage has no heal source, or ""."""
+        try:
+            if needs_heal(slot):
+                self._sources.of(slot, "")
+        except RlctlError as error:
+            return error.message
+        return ""
 
     def is_open(self, update_id: str) -> bool:
         return any(update.update_id == update_id for update in self.updates())

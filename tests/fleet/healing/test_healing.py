@@ -742,6 +742,32 @@ async def test_a_stage_of_a_model_that_is_healed_by_hand_keeps_no_cause_and_no_t
         await fleet.until(lambda stages: all(stage.HasField("heal_time") for stage in stages))
 
 
+async def test_a_stage_of_a_model_that_is_healed_by_hand_is_unhealable_until_a_source_appears(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(engine: FakeEngine, setup: Any) -> Any:
+        info = await started(engine, setup)
+        info.layout.store_host, info.layout.store_port = "127.0.0.1", 1
+        return info
+
+    started = FakeEngine.start
+    monkeypatch.setattr(FakeEngine, "start", start)
+    monkeypatch.setattr(FakeEngine, "send_weights", FakeEngine.flush_cache, raising=False)
+    async with make_fleet(a=1, b=1, graces=Graces(heal_s=60.0)) as fleet:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "sent")
+        await commit(fleet, plan, digest("sent"))
+        for slot in ("a", "b"):
+            await restart(fleet, slot)
+        await fleet.until(lambda stages: all(stage.unhealable for stage in stages))
+        await fleet.stub.SetHealing(SetHealingRequest(model="actor", by_hand=True))
+        request = HealStageRequest(slots=["a"], checkpoint=checkpoint("sent"))
+        assert (await fleet.stub.HealStage(request)).state == OPERATION_STATE_OK
+        await fleet.until(lambda _: not fleet.stage("b").unhealable)
+        assert fleet.stage("b").state == common.STAGE_STATE_STALE, "the other stage can send the version"
+
+
 async def test_a_witness_that_is_found_damaged_says_nothing_about_the_version(
     make_fleet: Callable[..., Any], checkpoint: Checkpoint
 ) -> None:
