@@ -491,7 +491,8 @@ class LaunchedFleet:
             absent = stage.state in (STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE) or stage.engine_failure.given_up
             if slot in slots or not absent:
                 continue
-            if self._asked(lambda client, slot=slot: client.deregister(slot)):  # type: ignore[misc]
+            boot_id = stage.registration.boot_id  # the slot may have been filled since
+            if self._asked(lambda client, slot=slot, boot_id=boot_id: client.deregister(slot, boot_id=boot_id)):  # type: ignore[misc]
                 self._say(f"{slot}: empty and not in the topology: taken off the record")
 
     def _refuse_failed(self) -> None:

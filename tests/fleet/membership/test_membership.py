@@ -19,6 +19,7 @@ from rlctl.command_stream.commander import Commander
 from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
 from rlctl.coordinator.fleet import stage_links
 from rlctl.coordinator.fleet.slot import Slot
+from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc
@@ -380,6 +381,25 @@ async def test_a_stage_without_a_coordinator_can_be_adopted(
         await fleet.server.coordinator.adopt(alone.address)
         await fleet.until(lambda stages: len(stages) == 2 and stages[1].routable)
         await alone.stop()
+
+
+async def test_a_launcher_takes_no_process_off_the_record_that_came_after_its_look(
+    fleet: InProcessFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = LaunchedFleet([], directory=tmp_path / "launched")
+    launched.address = fleet.server.address
+    status = await fleet.stub.GetFleet(c.GetFleetRequest())
+    (absent,) = [stage for stage in status.stages if stage.registration.slot == "a"]
+    absent.state = common.STAGE_STATE_UNREACHABLE
+    present, absent.registration.boot_id = absent.registration.boot_id, "an earlier process"
+    monkeypatch.setattr(launched, "_status", lambda: status)
+    record = fleet.server.coordinator.roster.slots["a"].record
+    await asyncio.to_thread(launched._dismiss_absent)
+    assert not record.retired
+    absent.registration.boot_id = present
+    await asyncio.to_thread(launched._dismiss_absent)
+    assert record.retired
+    await asyncio.to_thread(launched.stop)
 
 
 async def test_a_deregistered_stage_is_no_target_any_more(fleet: InProcessFleet) -> None:
