@@ -24,11 +24,12 @@ from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limi
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.launcher import Launched, Launcher
 from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation, any_port
-from rlctl.launch.local.child_processes import STOP_S, stop_all
+from rlctl.launch.local.child_processes import stop_all
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.metrics_targets import MetricsTargets
 from rlctl.runtime import private_files
 from rlctl.runtime.addresses import join, split
+from rlctl.runtime.server_process import STOP_S
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.sdk.blocking import Fleet, connect
 from rlctl.transport.tls.authority import Authority

@@ -17,6 +17,8 @@ from typing import NoReturn
 
 ANNOUNCEMENT = "rlctl"
 """Key of the single JSON line that a server prints on stdout once callers can reach the server."""
+STOP_S = 10.0
+"""Time for a server to end in order after SIGTERM. Launchers then kill its process."""
 ENDS_S = 60.0
 """Time for a server to end in order after the end of its parent."""
 

@@ -18,6 +18,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Engine, EngineConfig, EngineInfo, HttpRoute, brings_ranks, engine_class
 from rlctl.metrics.definitions import refuse_without_library
 from rlctl.ports import SystemClock
+from rlctl.runtime import server_process
 from rlctl.runtime.addresses import join, refuse_unreachable, split
 from rlctl.runtime.event_loops import LoopThread
 from rlctl.runtime.restart_limit import Failures, RestartLimit
@@ -31,7 +32,7 @@ from rlctl.transport.denials import Denials
 from rlctl.transport.handlers import Bidirectional, Streaming, Unary, generic_handler
 from rlctl.transport.links import GrpcDialer
 from rlctl.transport.quotas import MOST_REQUESTS, Quotas
-from rlctl.transport.server import GrpcServer
+from rlctl.transport.server import GRACE_S, GrpcServer
 from rlctl.transport.status import from_grpc
 from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.diagnosis import handshake_failure
@@ -60,6 +61,11 @@ log = logging.getLogger(__name__)
 REGISTER_S = 10.0
 REGISTER_AGAIN_S = 1.0
 ATTACHED_WITHIN_S = 15.0
+DEREGISTER_S = 2.0
+STOP_S = server_process.STOP_S - 1.0
+"""Time of a stop in order. The rest is for the end of the process."""
+ENGINE_STOPS_S = 5.0
+"""Part of STOP_S that running calls leave to the engine, which may have processes to end."""
 START_S = 1800.0
 FOLLOWER_STARTS_S = 60.0
 """Seconds that a follower may be silent while its engine starts. Imports and forks block the loops of a busy host."""
@@ -166,7 +172,8 @@ class StageServer:
         self._register()
 
     async def stop(self) -> None:
-        """Deregister, let running calls finish, and stop the engine."""
+        """Deregister, let running calls finish, and stop the engine, within STOP_S in all."""
+        until = self._clock.now() + STOP_S
         tasks = [*self._tasks, *(task for task in (self._registering, self._restarting) if task is not None)]
         for task in tasks:
             task.cancel()
@@ -174,12 +181,20 @@ class StageServer:
         await self._deregister()
         if self._metrics is not None:
             await self._metrics.exposition.stop()
-        await self._rollout_loop.acall(self._stop_rollout())
-        await self._engine.stop()
+        await self._rollout_loop.acall(self._stop_rollout(self._grace_s(until - ENGINE_STOPS_S)))
+        try:
+            async with asyncio.timeout(max(until - self._clock.now(), 0.0)):
+                await self._engine.stop()
+        except TimeoutError:
+            log.warning("%s: the engine did not stop in time and is left behind", self.config.slot)
         if self._stage is not None:
             await self._stage.leave()
-        await self._admin.stop()
+        await self._admin.stop(self._grace_s(until))
         await asyncio.to_thread(self._rollout_loop.stop)
+
+    def _grace_s(self, until: float) -> float:
+        """Return the time for running calls to finish."""
+        return min(max(until - self._clock.now(), 0.0), GRACE_S)
 
     def _new_metrics(self) -> StageMetrics:
         refuse_without_library()
@@ -215,10 +230,10 @@ class StageServer:
         )
         return await self._rollout.start(self.config.rollout_listen)
 
-    async def _stop_rollout(self) -> None:
+    async def _stop_rollout(self, grace_s: float) -> None:
         if self._rollout is not None and self._generation is not None:
             self._generation.close()
-            await self._rollout.stop()
+            await self._rollout.stop(grace_s)
         if self._data_port is not None:
             await self._data_port.stop()
 
@@ -491,14 +506,14 @@ class StageServer:
             slot=self.config.slot, boot_id=stage.registration.boot_id, force=True, leaves=True
         )
         # An unreachable coordinator sees the link end.
-        with contextlib.suppress(RlctlError):
-            await self._call_coordinator("DeregisterStage", request, timeout_s=2.0)
+        with contextlib.suppress(RlctlError, TimeoutError):
+            async with asyncio.timeout(DEREGISTER_S):
+                await self._call_coordinator("DeregisterStage", request)
 
     async def _call_coordinator(
         self,
         method: str,
         request: RegisterStageRequest | DeregisterStageRequest,
-        timeout_s: float = REGISTER_S,
     ) -> RegisterStageResponse | DeregisterStageResponse:
         address, tls = self.config.coordinator, self.config.tls
         async with open_channel(address, tls, Role.COORDINATOR) as channel:
@@ -506,7 +521,7 @@ class StageServer:
             call: Callable[..., grpc.aio.UnaryUnaryCall[object, RegisterStageResponse | DeregisterStageResponse]]
             call = getattr(stub, method)
             try:
-                return await call(request, timeout=timeout_s, metadata=bearer(self.config.token))
+                return await call(request, timeout=REGISTER_S, metadata=bearer(self.config.token))
             except grpc.aio.AioRpcError as error:
                 failure = from_grpc(error)
                 if failure.reason is Reason.UNREACHABLE:

@@ -23,8 +23,8 @@ from up_helpers import when
 
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.launch.local import child_processes
-from rlctl.launch.local.child_processes import STOP_S
 from rlctl.launch.supervisor import fleet_state
+from rlctl.runtime.server_process import STOP_S
 from rlctl.sdk.blocking import connect
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
 

@@ -18,9 +18,8 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.local.log_files import keep_short, last_line, last_lines, log_end
 from rlctl.runtime import private_files
-from rlctl.runtime.server_process import ANNOUNCEMENT
+from rlctl.runtime.server_process import ANNOUNCEMENT, STOP_S
 
-STOP_S = 10.0
 READ_S = 1.0
 """Seconds to read the last output of an ended process."""
 TEND_S = 30.0

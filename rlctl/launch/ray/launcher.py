@@ -20,8 +20,8 @@ from typing import Any
 
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.launch.interface.spec import EngineSpec, Reservation
-from rlctl.launch.local.child_processes import STOP_S
 from rlctl.launch.local.log_files import last_line, last_lines, log_end
+from rlctl.runtime.server_process import STOP_S
 from rlctl.transport.auth import token_variables
 from rlctl.transport.tls.authority import Authority, certificate_variables
 from rlctl.v1.common_pb2 import ErrorDetail
