@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch_models import greedy, prompt_of, reference_logprobs
 from torch_stage import until
+from updating import unreachable
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.rollout.sample import RolloutSample
@@ -195,3 +196,16 @@ async def test_a_half_that_is_gone_is_not_asked(client: AsyncFleet, fleet: InPro
         assert "d0, d1 without a prefill stage that fits (none may be asked)" in caught.value.message
     else:
         assert "within 0.5 s" in caught.value.message
+
+
+async def test_a_prefill_stage_that_is_gone_and_says_nothing_is_not_waited_for(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler(fleet, "p0"), "move", lambda *, admit: None)  # its connections do not break
+    path, rollout = fleet.specs[0].model_path, client.rollout("actor")
+    prompts = [prompt_of(10, seed) for seed in range(4)]
+    generating = asyncio.create_task(rollout.generate_batch(prompts, max_new_tokens=6, **GREEDY))
+    await until(lambda: not scheduler(fleet, "p0").idle)
+    async with unreachable(fleet, "p0"), asyncio.timeout(20):
+        samples = [sample for [sample] in await generating]
+    assert [sample.output_ids for sample in samples] == [greedy(path, prompt, 6) for prompt in prompts]
