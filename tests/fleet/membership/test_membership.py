@@ -72,7 +72,7 @@ async def test_a_stage_that_was_replaced_and_comes_back_serves_nothing_until_it_
         assert fleet.stage("a").not_routable.startswith("quarantined: the process had been replaced by another process")
         await fleet.until(lambda stages: not stages[0].report.lease_held)
         with pytest.raises(RlctlError, match="no serving lease"):
-            fleet.stages["a"]._stage.serving.refuse(coordinator._clock.now())
+            fleet.stages["a"]._stage.serving.refuse(coordinator._clock)
         await restart_coordinator(fleet)
         await fleet.until(lambda stages: stages[0].state == common.STAGE_STATE_READY)
         assert fleet.stage("a").not_routable.startswith("quarantined: the process had been replaced")
