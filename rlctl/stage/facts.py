@@ -422,13 +422,20 @@ class Facts:
         adopt: WeightVersion | None,
         adapters: Iterable[Adapter] = (),
         withheld_adapters: Iterable[str] = (),
+        *,
+        adopt_digest: str = "",
     ) -> None:
-        """Set the admitted versions and adapters, and with ``adopt`` the version of the present weights."""
+        """Set the admitted versions and adapters, and with ``adopt`` the version of the present weights.
+
+        ``adopt_digest``: keyed digest of these weights, as the coordinator has compared it; "": no change.
+        """
         self.admitted = tuple(admitted)
         self.admitted_adapters = {adapter.name: adapter for adapter in adapters}
         self.withheld_adapters = frozenset(withheld_adapters)
         if adopt is not None and self.update is None and self.weights is Weights.WHOLE:
             self.version = adopt
+            if adopt_digest:
+                self._verified_by(adopt_digest)
         if self.update is not None and self.update.committed and self.at_admitted_version:
             self.update = None
 
@@ -465,11 +472,15 @@ class Facts:
             previous = self.model_digest
             first = not previous and not key_of(digest)  # never a key that a caller chose
             if verifies or first or (previous and comparable(digest, previous)):
-                if previous and not key_of(previous) and key_of(digest):
-                    self.sha256_digest = previous
-                self.model_digest = digest
+                self._verified_by(digest)
             elif not key_of(digest):
                 self.sha256_digest = digest
+
+    def _verified_by(self, digest: str) -> None:
+        """Set the digest of the weights. An earlier SHA-256 of the same weights stays valid beside a keyed digest."""
+        if self.model_digest and not key_of(self.model_digest) and key_of(digest):
+            self.sha256_digest = self.model_digest
+        self.model_digest = digest
 
     def _put_adapter(self, adapter: Adapter, *, applied: bool, possible: bool) -> None:
         """Commit an adapter in place of the old adapter. If ranks may disagree, remove the adapter."""

@@ -165,7 +165,9 @@ class Stage:
         if grant.confirm:
             self._confirmed_grant = grant.number
         adopt = grant.adopt if grant.HasField("adopt") else None
-        self.facts.admit(grant.admitted, adopt, grant.adapters, grant.withheld_adapters)
+        self.facts.admit(
+            grant.admitted, adopt, grant.adapters, grant.withheld_adapters, adopt_digest=grant.adopt_digest
+        )
         if adopt is not None and self.facts.version == adopt:
             self._engine.set_version(adopt)
         lease_s = seconds(grant.lease)

@@ -361,6 +361,7 @@ class ServingGrant(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
+    ADOPT_DIGEST_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     CONFIRM_FIELD_NUMBER: _builtins.int
@@ -368,6 +369,8 @@ class ServingGrant(_message.Message):
     WITHHELD_ADAPTERS_FIELD_NUMBER: _builtins.int
     fleet_epoch: _builtins.int
     """Epoch of the granting coordinator."""
+    adopt_digest: _builtins.str
+    """Keyed digest of `adopt` that the stage's weights have. Later checks compare with it. Empty: no change."""
     number: _builtins.int
     """Number of the grant, from 1 for each coordinator. A lower number than the last is late and ignored."""
     echo: _builtins.int
@@ -401,6 +404,7 @@ class ServingGrant(_message.Message):
         admitted: _abc.Iterable[_common_pb2.WeightVersion] | None = ...,
         lease: _duration_pb2.Duration | None = ...,
         adopt: _common_pb2.WeightVersion | None = ...,
+        adopt_digest: _builtins.str = ...,
         number: _builtins.int = ...,
         echo: _builtins.int = ...,
         confirm: _builtins.bool = ...,
@@ -409,7 +413,7 @@ class ServingGrant(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "adopt", b"adopt", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number", "withheld_adapters", b"withheld_adapters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "admitted", b"admitted", "adopt", b"adopt", "adopt_digest", b"adopt_digest", "confirm", b"confirm", "echo", b"echo", "fleet_epoch", b"fleet_epoch", "lease", b"lease", "number", b"number", "withheld_adapters", b"withheld_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

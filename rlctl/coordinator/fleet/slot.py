@@ -54,6 +54,7 @@ class Slot:
             is planned.
         heal_time: the same as wall time, for people.
         unhealable: cause why a stage that needs a heal has no heal source, or "".
+        keyed_digests: model digest of the stage's first weights by the key of a version; "": it could not be computed.
         misread: a heal from the version's checkpoint failed. The next heal prefers a stage as source.
         engine_failure: failure of the process, as the launcher reports it; None: no report.
         pause: the pause by name of all requests that is in force for the slot, or None.
@@ -86,6 +87,7 @@ class Slot:
     heal_at: float | None = None
     heal_time: Timestamp | None = None
     unhealable: str = ""
+    keyed_digests: Mapping[bytes, str] = field(default_factory=dict)
     misread: bool = False
     engine_failure: EngineFailure | None = None
     pause: Pause | None = None

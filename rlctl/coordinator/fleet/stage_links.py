@@ -17,7 +17,7 @@ from rlctl.coordinator.fleet.inflight_replay import Unanswered
 from rlctl.coordinator.fleet.model_state import ModelState
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
-from rlctl.coordinator.fleet.versions import adoptable, first_digest, lacking, surplus
+from rlctl.coordinator.fleet.versions import adoptable, first_digest, lacking, proven_by_key, surplus
 from rlctl.ports import REFUSED, Clock, Dialer, Journal
 from rlctl.v1.common_pb2 import (
     OUTCOME_NOT_SENT,
@@ -131,6 +131,7 @@ class Peers:
                 admitted=[] if slot.restoring else model.admitted,
                 lease=duration(lease_s),
                 adopt=model.record.latest if adopt else None,
+                adopt_digest=model.record.model_digest if adopt and proven_by_key(model.record, slot) else "",
                 number=number,
                 echo=commander.echo,
                 confirm=confirm or (withheld and slot.silent_from > 0 and not self._is_silent(slot)),

@@ -64,7 +64,8 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
     """Whether the first weights of a stage are the latest version: the same digest or, without digests, the same
     checkpoint.
 
-    A stage that has a version adopts only a changed label of that version.
+    A stage that has a version adopts only a changed label of that version. :func:`needs_keyed_digest` tells whether a
+    digest by the version's key must be computed first.
 
     If only the model has a digest, a heal computes the digest of the stage. If the stage cannot compute digests, the
     checkpoint name decides for the first version only. The files of a later version may have been overwritten since the
@@ -76,12 +77,32 @@ def adoptable(roster: Roster, slot: Slot) -> bool:
         return False
     if report.weight_version.sequence:
         return _relabelled(model, report.weight_version)
+    if proven_by_key(model, slot):
+        return True
     if model.model_digest and report.model_digest:
         return model.model_digest == report.model_digest
     if report.model_digest or not model.checkpoint or model.checkpoint != report.checkpoint:
         return False
     unknown = model.latest.sequence == first_sequence(model) and not can_digest(slot)
     return unknown or not model.model_digest
+
+
+def needs_keyed_digest(roster: Roster, slot: Slot) -> bool:
+    """Whether only a digest by the latest version's key can show that a stage's first weights are this version.
+
+    Engines digest their first weights by SHA-256, or not at all. False once the digest is computed, or could not be
+    computed (``Slot.keyed_digests``).
+    """
+    key, report = key_of(roster.models[slot.model].record.model_digest), slot.report
+    if not key or key in slot.keyed_digests or report is None or report.state in _UNUSABLE:
+        return False
+    return not report.weight_version.sequence and can_digest(slot) and slot.capabilities.keyed_digests
+
+
+def proven_by_key(model: ModelRecord, slot: Slot) -> bool:
+    """Whether a stage's first weights have the keyed digest of the latest version."""
+    key = key_of(model.model_digest)
+    return bool(key) and slot.keyed_digests.get(key) == model.model_digest
 
 
 def first_digest(roster: Roster, slot: Slot) -> ModelRecord | None:

@@ -21,7 +21,7 @@ from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.scopes import calling
 from rlctl.coordinator.fleet.slot import Slot
-from rlctl.coordinator.fleet.versions import adoptable, digest_key, witnesses
+from rlctl.coordinator.fleet.versions import adoptable, digest_key, needs_keyed_digest, witnesses
 from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.healing.orphans import HEAL_MARK
 from rlctl.coordinator.healing.sources import Sources, needs_heal, unverifiable
@@ -240,6 +240,8 @@ class Healer:
         the stage waits first.
         """
         if slot.state == STAGE_STATE_STALE and slot.late:
+            if needs_keyed_digest(self._roster, slot):
+                return False  # first_weights.py compares the weights
             return not adoptable(self._roster, slot) and not self._is_admitted(slot)  # the next grant says so
         if not needs_heal(slot) and slot.heal_at is None:
             return True

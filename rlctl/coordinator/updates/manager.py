@@ -15,6 +15,7 @@ from rlctl.contract.verbs import of_request
 from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.fleet.slot import Slot
+from rlctl.coordinator.healing.first_weights import FirstWeights
 from rlctl.coordinator.healing.healer import GRACE_S, MAKE_WAY_S, Healer
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.call_coalescing import Joining
@@ -109,6 +110,7 @@ class Updates:
         self._transfer = transfer
         self._rolling = Rolling(context, groups, planner)
         self._healer = Healer(context, by_hand=heal_by_hand, grace_s=graces.heal_s)
+        self._first_weights = FirstWeights(context, self._healer.look)
         self._orphans = Orphans(context, self.is_open)
         self.joining = Joining(context.operations, context.clock)
         self._open: dict[str, Update] = {}
@@ -339,8 +341,9 @@ class Updates:
         self._healer.policy(model, by_hand=by_hand)
 
     def look_after(self, slot: Slot) -> None:
-        """Clear orphans at a stage, and heal the stage if needed and possible."""
+        """Clear orphans at a stage, compare its first weights, and heal the stage if needed and possible."""
         self._orphans.look([slot])
+        self._first_weights.look(slot)
         self._healer.look(slot)
 
     def _look_after(self, model: str) -> None:
@@ -370,6 +373,7 @@ class Updates:
         """Abort the open updates. An owner cannot continue an update at the next coordinator."""
         if self._looking is not None:
             self._looking.cancel()
+        await self._first_weights.stop()
         await self._healer.stop()
         await self._orphans.stop()
         for update in list(self._open.values()):

@@ -115,6 +115,46 @@ def test_where_one_side_has_a_digest_and_nobody_can_compare_the_first_version_is
         assert not decided(said, **known | {"checkpoint": "/other"})
 
 
+KEY = bytes(16)
+KEYED, OTHER = f"{'a' * 64}@{KEY.hex()}", f"{'b' * 64}@{KEY.hex()}"
+
+
+@pytest.mark.parametrize(
+    ("computed", "needed", "adopted"),
+    [
+        ({}, True, False),
+        ({KEY: KEYED}, False, True),
+        ({KEY: OTHER}, False, False),
+        ({KEY: ""}, False, False),
+        ({b"1" * 16: KEYED}, True, False),
+    ],
+    ids=["not computed", "equal", "different", "failed", "another key"],
+)
+@pytest.mark.parametrize("first", ["", "c" * 64], ids=["no digest", "SHA-256"])
+def test_first_weights_are_a_version_with_a_keyed_digest_by_that_digest_only(
+    first: str, computed: dict[bytes, str], *, needed: bool, adopted: bool
+) -> None:
+    said = slot(model_digest=first, checkpoint="/c")
+    said.keyed_digests = computed
+    said.record.registration.capabilities.CopyFrom(DIGESTS)
+    said.record.registration.capabilities.keyed_digests = True
+    known = {"model_digest": KEYED, "checkpoint": "/c"}
+    assert (versions.needs_keyed_digest(fleet(**known), said), adoptable(said, **known)) == (needed, adopted)
+    assert not versions.needs_keyed_digest(fleet(model_digest="d" * 64), said)
+    assert not adoptable(said, model_digest="d" * 64)
+    at_version = slot(weight_version=FIRST)
+    at_version.record.CopyFrom(said.record)
+    assert not versions.needs_keyed_digest(fleet(**known), at_version)
+    assert said.report is not None
+    for state in UNUSABLE:
+        said.report.state = state
+        assert not versions.needs_keyed_digest(fleet(**known), said)
+        assert not adoptable(said, **known)
+    said.report.state = STAGE_STATE_STALE
+    said.record.registration.capabilities.keyed_digests = False
+    assert not versions.needs_keyed_digest(fleet(**known), said)
+
+
 def test_a_version_takes_the_digest_of_the_first_stage_that_has_one_and_is_at_it_by_name() -> None:
     known: dict[str, Any] = {"checkpoint": "/c", "latest": FIRST}
     said = slot(checkpoint="/c", model_digest="d")

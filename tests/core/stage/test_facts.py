@@ -447,6 +447,21 @@ def test_a_version_is_adopted_for_whole_weights_only_and_outside_of_updates(read
     assert (state(ready), ready.version) == ("DIRTY", WeightVersion())
 
 
+def test_an_adopted_version_brings_its_keyed_digest_to_whole_weights_only(ready: Facts) -> None:
+    sha256, keyed = "a" * 64, f"{'b' * 64}@{'0' * 32}"
+    ready.model_digest = sha256
+    ready.admit([version(3)], adopt=None, adopt_digest=keyed)
+    assert (ready.version, ready.model_digest) == (version(1), sha256)
+    for _ in range(2):  # grants are repeated
+        ready.admit([version(3)], adopt=version(3), adopt_digest=keyed)
+        assert (ready.version, ready.model_digest, ready.sha256_digest) == (version(3), keyed, sha256)
+    ready.admit([version(3)], adopt=version(3))
+    assert (ready.model_digest, ready.sha256_digest) == (keyed, sha256)
+    apply(ready, v.CheckWeightsRequest(action=v.CHECK_ACTION_RESET_TENSORS))
+    ready.admit([version(3)], adopt=version(3), adopt_digest=keyed)
+    assert (ready.version, ready.model_digest) == (WeightVersion(), "")
+
+
 def digested(facts: Facts, *digests: str, **fields: object) -> None:
     """A check that finds these model digests, one for each rank."""
     request = fenced(v.CheckWeightsRequest(**fields))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_steps import restart_coordinator
 from updating import begin, commit, digest, join, refusal, restart, version_of, weights, write
+from waiting import eventually
 
 from rlctl.contract.digests import key_of, with_key
 from rlctl.contract.errors import Reason
@@ -21,7 +24,7 @@ from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import update_pb2 as u
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest
+from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest, ListOperationsRequest
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation, RankResult
 
 KEYED = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED)
@@ -361,3 +364,82 @@ async def test_the_key_outlives_the_coordinator(fleet: InProcessFleet) -> None:
     assert checked.state == OPERATION_STATE_OK
     found = {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results}
     assert found == {operation.model_digest}
+
+
+def stored(fleet: InProcessFleet, text: str) -> None:
+    """Write other weights into the checkpoint that the engines load at their start."""
+    (Path(fleet.specs[0].model_path) / "weights.txt").write_text(text)
+
+
+@pytest.mark.parametrize("starts_with", ["a SHA-256", "no digest"])
+async def test_a_restarted_stage_with_the_contents_of_the_version_is_adopted(
+    make_fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, starts_with: str
+) -> None:
+    """Nothing heals here, and no checkpoint is a heal source."""
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        operation = await update(fleet)
+        stored(fleet, "w1")
+        if starts_with == "no digest":
+            start = FakeEngine.start
+
+            async def without(self: FakeEngine, *setup: Any) -> EngineInfo:
+                return replace(await start(self, *setup), model_digest="")
+
+            monkeypatch.setattr(FakeEngine, "start", without)
+        await asyncio.gather(*(restart(fleet, slot) for slot in "ab"))
+        await fleet.until(lambda stages: all(stage.routable and stage.incarnation == 2 for stage in stages))
+        assert version_of(fleet) == ("w1", 2)
+        # The stages are checked by the function of the version from now on.
+        await fleet.until(lambda stages: all(s.report.model_digest == operation.model_digest for s in stages))
+        checked = await fleet.stub.CheckWeights(AS_VERIFIED)
+        found = {rank.check.model_digest for result in checked.stage_results for rank in result.rank_results}
+        assert found == {operation.model_digest}
+        held(fleet, "another's")
+        check = v.CheckWeightsRequest() if starts_with == "a SHA-256" else AS_VERIFIED
+        outcomes = [result.outcome for result in (await fleet.stub.CheckWeights(check)).stage_results]
+        assert outcomes == [common.OUTCOME_APPLIED, common.OUTCOME_DIRTY]
+
+
+@pytest.mark.parametrize("because", ["the contents differ", "the check fails"])
+async def test_a_restarted_stage_that_is_not_shown_to_have_the_version_is_healed(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str], because: str
+) -> None:
+    operation = await update(fleet)
+    fleet.server.coordinator.roster.models["actor"].record.checkpoint = checkpoint("w1")
+    stored(fleet, "w1" if because == "the check fails" else "other")
+    failed = asyncio.Event()
+
+    async def fail(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "check_weights" and because == "the check fails" and not failed.is_set():
+            failed.set()
+            raise Reason.ENGINE_FAILED.error("out of order")
+
+    fake_engine.FAULTS[fleet.specs[0].model_path, 0] = fail
+    await restart(fleet, "a")
+    await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+    assert set(weights(fleet)) == {"w1"}
+    assert fleet.stage("a").report.model_digest == operation.model_digest
+    operations = (await fleet.stub.ListOperations(ListOperationsRequest(verb="HealStage"))).operations
+    assert [each.state for each in operations] == [OPERATION_STATE_OK]
+
+
+async def test_a_stage_of_other_contents_waits_for_the_operator_as_before(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str]
+) -> None:
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        await update(fleet)
+        checks: list[str] = []
+
+        async def noted(engine: FakeEngine, name: str, call: Call) -> None:
+            checks.extend([name] if name == "check_weights" else [])
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = noted
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        await eventually(lambda: bool(checks))
+        fleet.server.coordinator.updates.look_after_all(common.Target())
+        await asyncio.sleep(0.2)
+        assert checks == ["check_weights"], "the contents are digested once for each key"
+        assert not fleet.stage("a").routable
+        healed = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1")))
+        assert healed.state == OPERATION_STATE_OK, healed.error
