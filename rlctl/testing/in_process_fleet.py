@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
@@ -75,9 +74,7 @@ class InProcessFleet:
         await self.until(lambda stages: all(stage.routable for stage in stages))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
         await asyncio.gather(*(stage.stop() for stage in self.stages.values()))
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))

@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -118,9 +117,7 @@ class Conversation:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Send an error to the parameter servers. Without an error they already have their last reply."""
         await self._end(error)
 
