@@ -38,6 +38,7 @@ from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server import Server
 from rlctl_servers.server.state import ServerState
 from rlctl_servers.updates.checkpoints import Checkpoints
+from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Ranks, Updates
 from rlctl_servers.updates.version_labels import Stamps
 
@@ -111,7 +112,7 @@ class ServerEngine(Engine):
 
     A subclass sets ``_server``, ``_control`` and ``_state`` in its constructor. Its start sets ``_facts``, ``_stamps``,
     ``_requests``, ``_passing``, ``_ending``, ``_updates``, ``_adapters``, ``_prober`` (None: no probes), ``_ranks``
-    (None: the server takes no tensors) and ``_layout`` (the ranks' coordinates). ``_ready`` is set last.
+    (None: the server takes no tensors), ``_met`` and ``_layout`` (the ranks' coordinates). ``_ready`` is set last.
     """
 
     _server: Server
@@ -126,6 +127,7 @@ class ServerEngine(Engine):
     _adapters: Adapters
     _prober: Prober | None
     _ranks: Ranks | None
+    _met: Met
     _layout: Sequence[WorkerCoordinates]
 
     def __init__(
@@ -216,6 +218,12 @@ class ServerEngine(Engine):
             return
         capabilities.check_actions.append(verbs_pb2.CHECK_ACTION_DECODE)
         capabilities.decode_check_time.CopyFrom(duration(self._calibration.seconds))
+
+    def _staged(self) -> bool:
+        """Return whether updates can be staged, and log the reason if not."""
+        if self._met.unstaged:
+            log.info("%s's updates are not staged: %s", self._state.product, self._met.unstaged)
+        return not self._met.unstaged
 
     # Requests.
 

@@ -139,7 +139,6 @@ class SGLangEngine(ServerEngine):
         )
 
     async def _launch(self) -> None:
-        """Start the server, and find the path for weights."""
         await self._server.start()
         call = Call("start", asyncio.get_running_loop().time() + START_CALL_S)
         ranks, reference = Ranks(self._control), self._checkpoints.reference
@@ -206,12 +205,6 @@ class SGLangEngine(ServerEngine):
         untested = self._state.paired and not self._confirmed
         return "one of a pair computes nothing alone, so no second load was compared with the first" if untested else ""
 
-    def _staged(self) -> bool:
-        """Return whether updates can be staged, and log the reason if not."""
-        if self._met.unstaged:
-            log.info("SGLang's updates are not staged: %s", self._met.unstaged)
-        return not self._met.unstaged
-
     async def _trial(self, load: Callable[[Call], Awaitable[None]], call: Call) -> reload_trial.Refuted | None:
         async def load_paused() -> None:
             own = memory.own_pause(self._control, self._state)
@@ -252,7 +245,6 @@ class SGLangEngine(ServerEngine):
         await self._control.must("/update_weights_from_disk", body, call=call, outcome=OUTCOME_DIRTY)
 
     def _start_call(self) -> Call:
-        """Return a call with the time limit of a start."""
         return Call("start", asyncio.get_running_loop().time() + self._options.start_s, "start")
 
     def _make_server(self) -> None:

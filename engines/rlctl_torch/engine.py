@@ -301,18 +301,9 @@ class TorchEngine(Engine):
     ) -> verbs_pb2.GroupReport:
         """Join a weight group on a helper thread, as group rank ``rank_offset`` + own rank, or as part of a pair."""
         self._check_ready()
-        if request.num_ranks and self._config.rank >= request.num_ranks:
+        place = Membership.of(request, self._config.rank, self._rank.device)
+        if place is None:
             return verbs_pb2.GroupReport(group_name=request.group_name, world_size=request.world_size)
-        if request.backend == "nccl" and self._rank.device.type != "cuda":
-            raise Reason.FIELD_INVALID.error("this rank has no GPU, so it cannot join an nccl group", field="backend")
-        place = Membership(
-            host=request.master_address,
-            port=request.master_port,
-            rank=request.rank_offset + (0 if request.paired else self._config.rank),
-            world_size=request.world_size,
-            backend=request.backend,
-            pair=self._config.rank if request.paired else None,
-        )
         limit = seconds(request.group_timeout)
         join = self._groups.probe
         if not request.probe_only:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from google.protobuf.duration_pb2 import Duration
 
 from rlctl.contract.durations import duration
 from rlctl.contract.verbs import VERBS
@@ -112,7 +111,6 @@ def model_info(rank: Rank, version: common_pb2.WeightVersion, *, reference: bool
 def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
     """Return the rank's settings; ``started`` is on :func:`time.monotonic`'s clock."""
     options = rank.options
-    uptime = time.monotonic() - started
     settings = {
         "model_path": rank.config.model_path,
         "rank": rank.ranks.rank,
@@ -138,7 +136,7 @@ def server_info(rank: Rank, name: str, started: float) -> ServerInfo:
         pid=os.getpid(),
         node=rank.config.node,
         settings={key: str(value) for key, value in settings.items()},
-        uptime=Duration(seconds=int(uptime), nanos=int(uptime % 1 * 1e9)),
+        uptime=duration(time.monotonic() - started),
     )
     info.arguments.update({key: value for key, value in settings.items() if isinstance(value, str | int | float)})
     return info

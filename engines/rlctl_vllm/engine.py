@@ -140,7 +140,6 @@ class VLLMEngine(ServerEngine):
         return Call("start", asyncio.get_running_loop().time() + START_CALL_S)
 
     async def _launch(self) -> None:
-        """Start the server and determine how weights get into it."""
         await self._server.start()
         call = self._start_call()
         workers, reference, host = Workers(self._control), self._checkpoints.reference, address_of(self._config.node)
@@ -181,18 +180,10 @@ class VLLMEngine(ServerEngine):
         self._limits = facts.limits(self._checkpoints.config)
 
     async def _load_by_server(self, path: str, request: verbs_pb2.UpdateWeightsFromDiskRequest, call: Call) -> None:
-        """Load a checkpoint with vLLM's own workers."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._control.must("/collective_rpc", body, call=call, outcome=OUTCOME_DIRTY)
 
-    def _staged(self) -> bool:
-        """Whether updates can be staged; an obstacle is logged."""
-        if self._met.unstaged:
-            log.info("vLLM's updates are not staged: %s", self._met.unstaged)
-        return not self._met.unstaged
-
     async def _launch_again(self) -> None:
-        """Put a new server in the place of the launched server."""
         await self._server.stop()
         self._server = Server(self._config, self._options, self._failed)
         self._control = Control(self._server.http, self._wedged)

@@ -369,7 +369,6 @@ class Adapters(abc.ABC):
         ]
 
     def _refuse_unfit(self, config: AdapterConfig, stored: Checkpoint, path: str) -> None:
-        """Raise if the adapter does not fit the server or the model."""
         expected = self._refuse_config(config, "path")
         compare(stored.metas, {meta.name: meta for pair in expected.values() for meta in pair}, what=f"adapter {path}")
 

@@ -169,18 +169,9 @@ class Rank:
 
     def _join(self, request: v.InitWeightsUpdateGroupRequest, update_id: str, timeout_s: float) -> v.GroupReport:
         assert self._groups is not None
-        if request.num_ranks and self._model.rank >= request.num_ranks:
+        place = Membership.of(request, self._model.rank, self._model.device)
+        if place is None:
             return v.GroupReport(group_name=request.group_name, world_size=request.world_size)
-        if request.backend == "nccl" and self._model.device.type != "cuda":
-            raise Reason.FIELD_INVALID.error("this rank has no GPU, so it cannot join an nccl group", field="backend")
-        place = Membership(
-            host=request.master_address,
-            port=request.master_port,
-            rank=request.rank_offset + (0 if request.paired else self._model.rank),
-            world_size=request.world_size,
-            backend=request.backend or "gloo",
-            pair=self._model.rank if request.paired else None,
-        )
         if place.rank >= request.world_size:
             raise Reason.FIELD_INVALID.error(
                 f"rank {place.rank} is not in a group of {request.world_size}", field="rank_offset"

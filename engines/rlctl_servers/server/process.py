@@ -190,7 +190,6 @@ class ServerProcess(abc.ABC):
             return
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the end of the server."""
         if self._reader is not None:
             self._reader.join(timeout_s)
         elif self._popen is not None:  # the launch failed after the server's own start

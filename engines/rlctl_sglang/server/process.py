@@ -193,10 +193,6 @@ def _refuse_without_nixl(config: EngineConfig, options: Options, python: str) ->
         )
 
 
-def _ranks_here(config: EngineConfig, meeting: Meeting | None) -> int:
-    return max(config.tp_size // meeting.nodes, 1) if meeting is not None else config.tp_size
-
-
 def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) -> Mapping[str, str]:
     """Return environment variables. ``packages``: the folder of the plug-in."""
     # A health probe must neither generate nor mark a paused server as ill.
@@ -221,6 +217,7 @@ def _environment(config: EngineConfig, meeting: Meeting | None, packages: Path) 
     }
     if config.tp_size > 1:
         # A CUDA build of torch brings NCCL, which SGLang would open even without a GPU.
+        ranks_here = config.tp_size if meeting is None else max(config.tp_size // meeting.nodes, 1)
         variables["SGLANG_NCCL_SO_PATH"] = "not used on a CPU"
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(_ranks_here(config, meeting))
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of(ranks_here)
     return variables

@@ -202,8 +202,7 @@ class Scheduler:
         replaced adapter must not be reused.
         """
         with self._lock:
-            for sample in reversed([s for s in self._running if s.adapter == adapter.info.name]):
-                self._retract(sample)
+            self._retract_users(adapter.info.name)
             self._adapters.put(adapter)
 
     def drop_adapter(self, name: str) -> None:
@@ -230,10 +229,7 @@ class Scheduler:
         """
         with self._lock:
             self._draining = self._held = name
-            streams = self._abort(self._using(name)) if mode == PAUSE_MODE_ABORT else []
-            if mode == PAUSE_MODE_RETRACT:
-                for sample in reversed([s for s in self._running if s.adapter == name]):
-                    self._retract(sample)
+            streams = self._stop_users(name, mode)
         wake(streams)
 
     def release_adapter(self) -> None:
@@ -253,10 +249,7 @@ class Scheduler:
         """
         with self._lock:
             self._paused[name] = True
-            streams = self._abort(self._using(name)) if mode == PAUSE_MODE_ABORT else []
-            if mode == PAUSE_MODE_RETRACT:
-                for sample in reversed([s for s in self._running if s.adapter == name]):
-                    self._retract(sample)
+            streams = self._stop_users(name, mode)
         wake(streams)
 
     def continue_adapter(self, name: str) -> None:
@@ -474,6 +467,15 @@ class Scheduler:
                 else:
                     self._end(sample, why)
         return streams
+
+    def _stop_users(self, adapter: str, mode: PauseMode.ValueType) -> list[Stream]:
+        if mode == PAUSE_MODE_RETRACT:
+            self._retract_users(adapter)
+        return self._abort(self._using(adapter)) if mode == PAUSE_MODE_ABORT else []
+
+    def _retract_users(self, adapter: str) -> None:
+        for sample in reversed([sample for sample in self._running if sample.adapter == adapter]):
+            self._retract(sample)
 
     def _of(self, stream: Stream) -> list[Sample]:
         """Return the samples of a request that have not ended."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from google.protobuf.duration_pb2 import Duration
 
+from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS
 from rlctl.v1.verbs_pb2 import (
@@ -203,8 +203,7 @@ class _Digesting:
             report.tensor_count = self._digest_alone(report)
         else:
             self._digest_rank(report)
-        elapsed = time.perf_counter() - started
-        report.elapsed.CopyFrom(Duration(seconds=int(elapsed), nanos=int(elapsed % 1 * 1e9)))
+        report.elapsed.CopyFrom(duration(time.perf_counter() - started))
         if request.expected_digest and report.model_digest != request.expected_digest:
             raise Reason.DIGEST_MISMATCH.error(
                 f"the model digest is {report.model_digest}, {request.expected_digest} was expected",

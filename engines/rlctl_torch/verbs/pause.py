@@ -39,9 +39,7 @@ class Pause(Action):
 
     def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
         self._rank = rank
-        self._mode = request.mode or PAUSE_MODE_ABORT
-        if self._mode not in PAUSE_MODES:
-            raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
+        self._mode = _mode_of(request)
 
     def admit(self) -> bool:
         """Refuse a mode that would end requests frozen in place. A drain waits until no sample runs."""
@@ -84,9 +82,7 @@ class PauseAdapter(Action):
     def __init__(self, rank: Rank, request: PauseGenerationRequest) -> None:
         self._rank = rank
         self._name = request.adapter
-        self._mode = request.mode or PAUSE_MODE_ABORT
-        if self._mode not in PAUSE_MODES:
-            raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {self._mode}", field="mode")
+        self._mode = _mode_of(request)
 
     def admit(self) -> bool:
         """Refuse a mode that would end requests frozen in place. A drain waits until no sample of the adapter runs."""
@@ -183,3 +179,10 @@ class Flush(Action):
         """Report the entries dropped by finished and retracted samples since the last flush; rank 0 counts."""
         scheduler = self._rank.scheduler
         return FlushReport(tiers=CACHE_TIERS, tokens=0 if scheduler is None else scheduler.take_dropped())
+
+
+def _mode_of(request: PauseGenerationRequest) -> PauseMode.ValueType:
+    mode = request.mode or PAUSE_MODE_ABORT
+    if mode not in PAUSE_MODES:
+        raise Reason.UNSUPPORTED.error(f"the torch engine has no pause mode {mode}", field="mode")
+    return mode

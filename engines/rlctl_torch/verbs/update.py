@@ -410,13 +410,11 @@ class Abort(InUpdate):
 
 
 def _let_go_on(rank: Rank) -> None:
-    """Let requests that were stopped for an adapter continue."""
     if rank.scheduler is not None:
         rank.scheduler.release_adapter()
 
 
 def _abandon(rank: Rank, update: OpenUpdate) -> None:
-    """Discard everything that an update has received."""
     update.loading.abandon()
     if update.origin is not None:
         update.origin.stored.close()

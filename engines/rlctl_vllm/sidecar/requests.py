@@ -32,8 +32,6 @@ MOST_RUNNING = 65_536
 
 
 class _Running:
-    """A sample under way."""
-
     def __init__(self, rid: str, group: str) -> None:
         self.rid = rid
         self.group = group

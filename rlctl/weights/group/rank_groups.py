@@ -6,8 +6,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from rlctl.contract.errors import Reason
-from rlctl.v1.verbs_pb2 import GroupReport
+from rlctl.v1.verbs_pb2 import GroupReport, InitWeightsUpdateGroupRequest
 from rlctl.weights.group import tcp_connections
 from rlctl.weights.group.network_interfaces import probe
 from rlctl.weights.group.process_group import WeightGroup, join
@@ -31,6 +33,25 @@ class Membership:
     world_size: int
     backend: str
     pair: int | None = None
+
+    @classmethod
+    def of(cls, request: InitWeightsUpdateGroupRequest, rank: int, device: torch.device) -> Membership | None:
+        """Return the membership of an engine's rank, or None if the request leaves the rank out.
+
+        Raises FIELD_INVALID for NCCL without a GPU.
+        """
+        if request.num_ranks and rank >= request.num_ranks:
+            return None
+        if request.backend == "nccl" and device.type != "cuda":
+            raise Reason.FIELD_INVALID.error("this rank has no GPU, so it cannot join an nccl group", field="backend")
+        return cls(
+            host=request.master_address,
+            port=request.master_port,
+            rank=request.rank_offset + (0 if request.paired else rank),
+            world_size=request.world_size,
+            backend=request.backend or "gloo",
+            pair=rank if request.paired else None,
+        )
 
     def full_name(self, name: str) -> str:
         return name if self.pair is None else f"{name}-r{self.pair}"
