@@ -32,23 +32,23 @@ COMPLETION_TOKENS = 16
 LONGEST = 1 << 24
 MOST_LOGPROBS = 20
 
-_SAMPLING = {
-    **{
-        name: name
-        for name in (
-            *("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-            *(
-                "spaces_between_special_tokens",
-                "no_stop_trim",
-                "frequency_penalty",
-                "presence_penalty",
-                "repetition_penalty",
-                "seed",
-            ),
-        )
-    },
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
     "min_tokens": "min_new_tokens",
 }
+"""Sampling parameters of OpenAI and vLLM, with their names in the contract."""
+
+_SAMPLING = {**SAMPLING, "top_k": "top_k", "no_stop_trim": "no_stop_trim"}
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -362,7 +362,6 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
-    """Yield an event with the new output of a sample."""
     head = _head(asked, (), chunk=True)
     ended: list[RolloutSample] = []
     characters = [0] * len(samples)  # of the tokens with log probabilities sent
@@ -438,13 +437,20 @@ def _metadata(sample: RolloutSample) -> dict[str, Any]:
         return {}
     metadata: dict[str, Any] = {"weight_version": version.label}
     if sample.whole.versions:
-        metadata["weight_versions"] = [
-            {"version": span.version.label, "start": span.start, "end": span.end} for span in sample.whole.versions
-        ]
+        metadata["weight_versions"] = spans(sample)
     return {"metadata": metadata}
+
+
+def spans(sample: RolloutSample) -> list[dict[str, Any]]:
+    """Return the ranges of output tokens at one version."""
+    return [{"version": span.version.label, "start": span.start, "end": span.end} for span in sample.whole.versions]
 
 
 def _usage(ended: Sequence[RolloutSample]) -> dict[str, int]:
     prompt = sum(len(sample.prompt_ids) for sample in ended if sample.index == 0)
-    output = sum(len(sample.whole.output_ids) for sample in ended)
+    return usage(prompt, sum(len(sample.whole.output_ids) for sample in ended))
+
+
+def usage(prompt: int, output: int) -> dict[str, int]:
+    """Return numbers of tokens in OpenAI's form."""
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

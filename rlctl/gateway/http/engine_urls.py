@@ -35,19 +35,17 @@ from rlctl.v1.verbs_pb2 import (
     UpdateWeightsFromTensorRequest,
 )
 
+_OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
+"""The coordinator finds the model for the other requests."""
+
 _OF_THE_MODEL = (
-    BeginWeightUpdateRequest,
-    CommitWeightUpdateRequest,
-    InitWeightsUpdateGroupRequest,
+    *_OF_ONE_MODEL,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
     UpdateWeightsFromDistributedRequest,
     UpdateWeightsFromTensorRequest,
 )
-
-_OF_ONE_MODEL = (BeginWeightUpdateRequest, CommitWeightUpdateRequest, InitWeightsUpdateGroupRequest)
-"""The coordinator finds the model for the other requests."""
 
 GONE = (STAGE_STATE_UNREACHABLE, STAGE_STATE_RETIRED, STAGE_STATE_FAILED)
 _ADDRESS = re.compile(r"/engines/([^/?#]+)/?$")

@@ -252,7 +252,6 @@ def _discard(groups: dict[Group, set[Member]], group: Group, member: Member) -> 
 
 
 def _number(version: Version) -> Version:
-    """Return a decimal string as a number."""
     return int(version) if isinstance(version, str) and version.isdecimal() else version
 
 

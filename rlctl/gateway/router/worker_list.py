@@ -124,7 +124,6 @@ class Keeper:
         await asyncio.to_thread(self._router.stop)
 
     def _wanted(self) -> Mapping[str, str]:
-        """Return the types of the wanted workers by URL."""
         stages = self._view.routable
         if not self._router.pairs:
             return self._workers(stages, PREFIX, REGULAR)

@@ -115,7 +115,8 @@ async def weights_checker(asked: Asked) -> Reply:
     without = [result for result in operation.stage_results if result.slot not in slots]
     skipped = {result.slot: result.error.message for result in without}
     ranks = [(result.slot, rank) for result in results for rank in result.rank_results]
-    different_names = sorted({name for _, rank in ranks for name in _differing(rank.check)})
+    checks = [rank.check for _, rank in ranks]
+    different_names = sorted({name for c in checks for name in (*c.changed, *c.missing, *c.unexpected)})
     skipped_phrase = f"; of {len(skipped)} it cannot be had: {', '.join(skipped)}" if skipped else ""
     body: dict[str, Any] = {
         "success": not different_names and not skipped,
@@ -134,10 +135,6 @@ async def weights_checker(asked: Asked) -> Reply:
             [digest] = body["model_digest"].values()
             body["per_engine_checksum"] = digest
     return Reply(body, 200 if body["success"] else 400)
-
-
-def _differing(report: verbs_pb2.CheckReport) -> list[str]:
-    return [*report.changed, *report.missing, *report.unexpected]
 
 
 def _checksums(slot: str, rank: RankResult, results: Sequence[StageResult]) -> dict[str, Any]:

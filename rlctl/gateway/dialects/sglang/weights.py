@@ -66,7 +66,6 @@ async def begin_weight_update(asked: Asked) -> Reply:
 async def _begin(
     asked: Asked, kind: verbs_pb2.UpdateKind.ValueType, selector: common_pb2.WeightSelector.ValueType
 ) -> str:
-    """Open an update. Return its id."""
     request = update_pb2.BeginWeightUpdateRequest(
         header=await asked.header(),
         implicit=True,

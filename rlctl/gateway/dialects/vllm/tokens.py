@@ -17,7 +17,7 @@ from rlctl.contract.errors import Reason
 from rlctl.gateway.backend.tokenizers import Tokenizer
 from rlctl.gateway.generation import logprobs, sessions
 from rlctl.gateway.generation import samples as running
-from rlctl.gateway.generation.openai import LONGEST
+from rlctl.gateway.generation.openai import LONGEST, SAMPLING, spans, usage
 from rlctl.gateway.generation.sglang import DONE, event, failed
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.call import Call
@@ -29,21 +29,7 @@ from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishType, GenerateRequest,
 
 MODES = ("tokens", "text")
 
-_SAMPLING = {
-    "min_tokens": "min_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "include_stop_str_in_output": "no_stop_trim",
-    "seed": "seed",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-}
+_SAMPLING = {**SAMPLING, "include_stop_str_in_output": "no_stop_trim"}
 
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
@@ -134,7 +120,7 @@ async def generate(call: Call) -> Answer:
             else logprobs.of_prompt(ended[0].input_logprobs, reply_options.prompt_tops)
         ),
         "prompt_token_ids": list(ended[0].prompt_ids) if reply_options.ids else None,
-        "usage": _usage(len(ended[0].prompt_ids), output_tokens),
+        "usage": usage(len(ended[0].prompt_ids), output_tokens),
     }
     return Reply(reply)
 
@@ -156,7 +142,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
     if mode not in MODES:
         raise Reason.FIELD_INVALID.error(f"{mode!r} must be one of {', '.join(MODES)}", field="output_mode")
     options = call.watch(fields.take_fields("stream_options", {}))
-    usage = options.take("include_usage", bool, False)
+    with_usage = options.take("include_usage", bool, False)
     sampling = call.watch(fields.take_fields("sampling_params", {}))
     tops, prompt_tops = sampling.take("logprobs", int, None), None
     if not stream:  # not supported by streams
@@ -179,8 +165,8 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
         tops=tops,
         prompt_tops=prompt_tops,
         ids=fields.take("return_token_ids", bool, False),
-        usage=usage,
-        running_usage=options.take("continuous_usage_stats", bool, False) and usage,
+        usage=with_usage,
+        running_usage=options.take("continuous_usage_stats", bool, False) and with_usage,
         stops=frozenset(request.sampling_params.stop_token_ids),
     )
 
@@ -215,7 +201,6 @@ def sampling_of_chat(fields: Fields) -> dict[str, Any]:
 
 
 async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
-    """Yield an event with the new output of a sample."""
     head: dict[str, Any] = {"request_id": asked.rid, "output_mode": asked.mode, "usage": None}
     prompt, output_counts = list(samples[0].request.input_ids.ids), [0] * len(samples)
     first = {"prompt_token_ids": prompt} if asked.ids else {}
@@ -225,11 +210,11 @@ async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -
             part = new.part
             output_counts[new.index] += len(part.output_ids)
             if asked.running_usage:
-                head["usage"] = _usage(len(prompt), output_counts[new.index])
+                head["usage"] = usage(len(prompt), output_counts[new.index])
             yield event({**head, **first, "choices": [_choice(asked, new.index, part, new.ended)]})
             first = {}
         if asked.usage:
-            yield event({**head, "choices": [], "usage": _usage(len(prompt), sum(output_counts))})
+            yield event({**head, "choices": [], "usage": usage(len(prompt), sum(output_counts))})
         yield DONE
     finally:
         await news.aclose()
@@ -255,9 +240,7 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
         stop = getattr(reason, matched) if matched else None
         # The end-of-text token is no stop that the caller requested.
         choice["stop_reason"] = stop if isinstance(stop, str) or stop in asked.stops else None
-        choice["weight_versions"] = [
-            {"version": span.version.label, "start": span.start, "end": span.end} for span in ended.whole.versions
-        ]
+        choice["weight_versions"] = spans(ended)
     return choice
 
 
@@ -276,7 +259,3 @@ def _token(asked: _Asked, entry: TokenLogprob, rank: int) -> dict[str, Any]:
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
     text = asked.tokenizer.text(token)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _usage(prompt: int, made: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
