@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlctl.v1 import common_pb2, verbs_pb2
+from rlctl.v1 import verbs_pb2
 from rlctl.weights.shared_memory.pool import Memory, SegmentPool
 from rlctl.weights.shared_memory.posix import free_bytes, sweep
 from rlctl.weights.shared_memory.segment import to_proto
@@ -81,12 +81,6 @@ class SegmentSender:
         """Bytes that this sender's segments may take in host memory, including its existing segments."""
         pool_bytes = self._pool.nbytes if self._pool.device_id == CPU else 0
         return free_bytes() + pool_bytes
-
-    def reaches(self, worker: common_pb2.WorkerCoordinates) -> bool:
-        """Return whether a rank can map these segments: by the identity of host and device, never by name or index."""
-        if not worker.host_id or worker.host_id != host_id():
-            return False
-        return self._pool.device_id in (CPU, worker.device)
 
     def write(
         self,
