@@ -231,7 +231,8 @@ class Members:
         if message.update > self._newest[rank]:
             self._newest[rank] = message.update
             version = message.version or message.offer.version
-            for missed, ending in _drained(self._missed[rank]):
+            while self._missed[rank]:
+                missed, ending = self._missed[rank].popleft()
                 if missed == version:
                     self._send(rank, message.update, ending)
                     return
@@ -247,11 +248,6 @@ class Members:
         addressed.MergeFrom(message)
         with contextlib.suppress(RlctlError):
             self._links[rank].send(addressed)
-
-
-def _drained(queue: deque[tuple[str, JoinResponse]]) -> Iterator[tuple[str, JoinResponse]]:
-    while queue:
-        yield queue.popleft()
 
 
 class Lead:

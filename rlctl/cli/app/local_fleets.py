@@ -7,7 +7,7 @@ not count.
 
 from __future__ import annotations
 
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import Reason
 from rlctl.launch.supervisor import fleet_state
 from rlctl.launch.supervisor.fleet_state import FleetState
 
@@ -70,18 +70,14 @@ class FleetChoice:
             return self.found
         fleets = fleet_state.up()
         if len(fleets) > 1:
-            raise _ambiguous(fleets, field, next_step)
+            raise Reason.FIELD_REQUIRED.error(
+                f"{len(fleets)} fleets are up on this machine: {listed(fleets)}", field=field, next_step=next_step
+            )
         return fleets[0] if fleets else None
 
 
 def listed(fleets: list[FleetState]) -> str:
     return ", ".join(f"{fleet.name!r} at {fleet.endpoint or 'no endpoint yet'}" for fleet in fleets) or "none"
-
-
-def _ambiguous(up: list[FleetState], field: str, next_step: str) -> RlctlError:
-    return Reason.FIELD_REQUIRED.error(
-        f"{len(up)} fleets are up on this machine: {listed(up)}", field=field, next_step=next_step
-    )
 
 
 def _name_at(endpoint: str) -> str:

@@ -45,7 +45,7 @@ def drain(settings: Settings, slots: tuple[str, ...], reason: str, force: bool) 
             with interruptible(farewell):
                 timeout_s = settings.timeout_s or DRAIN_S
                 status = fleet.drain(slots, reason=reason, force=force, timeout_s=timeout_s, on_busy=report)
-    show(settings, stages.stages_view([stage for stage in status.stages if stage.registration.slot in slots]))
+    show(settings, stages.view_of(status, slots))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained.")
     else:

@@ -35,7 +35,6 @@ def _set(settings: Settings, slots: tuple[str, ...], enabled: bool, *, force: bo
     settings.mutating = not settings.dry_run
     with bounded(settings) as fleet:
         status = fleet.set_enabled(slots, enabled, force=force, validate_only=settings.dry_run)
-    selected = [stage for stage in status.stages if stage.registration.slot in slots]
-    show(settings, stages.stages_view(selected))
+    show(settings, stages.view_of(status, slots))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be {'enabled' if enabled else 'disabled'}.")

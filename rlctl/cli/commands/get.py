@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,6 @@ from rlctl.cli.render import stages
 from rlctl.cli.render.printer import View, show
 from rlctl.contract.errors import Reason
 from rlctl.contract.verbs import VERBS
-from rlctl.v1.results_pb2 import Operation
 
 if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet
@@ -66,7 +64,9 @@ class VerbType(ParamType):
 
 def _list_operations(settings: Settings, verb: str | None, state: str | None, limit: int) -> None:
     with bounded(settings) as fleet:
-        show(settings, _operations_view(fleet.operations(verb=verb or "", state=state or "", page_size=limit)))
+        listed = fleet.operations(verb=verb or "", state=state or "", page_size=limit)
+        ids = [operation.operation_id for operation in listed]
+        show(settings, View(list(listed), lambda wide: [results.listing(listed, wide)], lambda: ids))
 
 
 def _operations(name: str) -> click.Command:
@@ -115,11 +115,3 @@ def whole_id(fleet: Fleet, written: str) -> str:
             f"{len(ids)} operations end in {end!r}: {', '.join(ids)}", field="operation_id"
         )
     return ids[0] if ids else written
-
-
-def _operations_view(listed: Sequence[Operation]) -> View:
-    return View(
-        list(listed),
-        lambda wide: [results.listing(listed, wide)],
-        lambda: [operation.operation_id for operation in listed],
-    )

@@ -85,7 +85,8 @@ def journal_backup(settings: Settings, target: Path, file: Path | None, name: st
         else:
             raise Reason.JOURNAL_FAILED.error(f"journal {path}: there is no such file")
         contents = verify(draft)
-        _synchronize(draft)
+        with draft.open("rb") as written:
+            os.fsync(written.fileno())
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
@@ -152,11 +153,6 @@ def _fetch(settings: Settings, target: Path) -> None:
     with bounded(settings) as fleet, open(target, "wb", opener=private_files.opener) as copied:
         for part in fleet.backup_journal():
             copied.write(part)
-
-
-def _synchronize(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _show_contents(settings: Settings, origin: str, contents: Any) -> None:

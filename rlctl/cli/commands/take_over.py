@@ -26,6 +26,6 @@ def take_over(settings: Settings, slots: tuple[str, ...]) -> None:
         settings.confirm(f"Another coordinator that holds {', '.join(slots)} loses them. Go on?", unasked=False)
     with bounded(settings) as fleet:
         status = fleet.take_over(slots, validate_only=settings.dry_run)
-    show(settings, stages.stages_view([stage for stage in status.stages if stage.registration.slot in slots]))
+    show(settings, stages.view_of(status, slots))
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be taken over.")

@@ -143,7 +143,6 @@ def _await_survivors(settings: Settings, name: str) -> None:
 
 
 def _change(settings: Settings, prepared: Prepared, running: FleetState) -> None:
-    """Make the supervisor of the fleet that is up apply the changes."""
     from rlctl.cli.app.connection import interruptible
     from rlctl.cli.render import values
     from rlctl.launch.supervisor.control_socket import apply

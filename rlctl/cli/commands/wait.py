@@ -75,7 +75,9 @@ def wait(settings: Settings, condition: Condition, model: str, slots: tuple[str,
                             if not why:
                                 show(settings, roster.stages_view(stages))
                                 return
-                            missing = _timed_out(limit_s, why)
+                            missing = Reason.DEADLINE_EXCEEDED.error(
+                                f"after {limit_s:g} s: {why}", next_step="`rlctl status` says more."
+                            )
                 except RlctlError as error:
                     if error.reason is not Reason.UNREACHABLE:
                         raise
@@ -94,10 +96,6 @@ def _counted(fleet: Fleet, model: str, slots: Sequence[str]) -> list[Stage]:
         for stage in fleet.stages
         if model in ("", stage.registration.model) and (stage.registration.slot in slots if slots else stage.enabled)
     ]
-
-
-def _timed_out(limit_s: float, why: str) -> RlctlError:
-    return Reason.DEADLINE_EXCEEDED.error(f"after {limit_s:g} s: {why}", next_step="`rlctl status` says more.")
 
 
 def _routable(fleet: Fleet, stages: Sequence[Stage]) -> str:

@@ -174,7 +174,6 @@ def _of_operation(operation: Operation, time: str, state: str, detail: str) -> E
 
 
 def _by(operation: Operation) -> list[str]:
-    """Return the caller, if the caller has a name."""
     has_name = operation.caller.principal not in ("", "anonymous")
     return [f"by {values.principal(operation.caller)}"] if has_name else []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rlctl.cli.render import values
 from rlctl.cli.render.printer import View
@@ -33,6 +33,10 @@ _MODELS_WIDE = (*_MODELS, "OWNER", "ADMITTED", "TRAINER", "CHECKPOINT")
 
 def stages_view(stages: Sequence[Stage]) -> View:
     return View(list(stages), lambda wide: [stages_table(stages, wide)], lambda: [_slot(stage) for stage in stages])
+
+
+def view_of(fleet: Fleet, slots: Collection[str]) -> View:
+    return stages_view([stage for stage in fleet.stages if stage.registration.slot in slots])
 
 
 def models_view(fleet: Fleet) -> View:

@@ -48,7 +48,7 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patie
             time.sleep(_PAUSE_S)
     except OSError as error:
         name = interface_of(interface_host) or "unknown"
-        route = _route_to(host) or name
+        route = interface_of(address_towards(host)) or name
         route_phrase = "" if route == name else f", by a route over {route}"
         raise Reason.UNREACHABLE.error(
             f"{host}:{port} cannot be reached from {interface_host} (interface {name}){route_phrase}: {error}",
@@ -56,11 +56,6 @@ def probe(peer: tuple[str, int], interface_host: str, *, timeout_s: float, patie
             next_step="Give the trainer's publisher, and the stage's node, addresses on a network that both are on.",
             metadata={"source": interface_host, "interface": name, "destination": f"{host}:{port}", "route": route},
         ) from error
-
-
-def _route_to(host: str) -> str:
-    """Return the interface of the system's route to a host; "" if unknown."""
-    return interface_of(address_towards(host))
 
 
 def address_towards(host: str) -> str:
