@@ -98,7 +98,6 @@ def _has_header(kind: Descriptor) -> bool:
 
 @functools.cache
 def _labels(kind: Descriptor) -> tuple[str, ...]:
-    """Return the fields of a message that are labels of versions."""
     candidates = [kind.fields_by_name.get(name) for name in ("version", "weight_version", "target_version")]
     return tuple(field.name for field in candidates if field is not None and field.type == field.TYPE_STRING)
 

@@ -76,8 +76,6 @@ ANYWHERE = Place()
 
 
 class _Job(Running):
-    """A sample under way."""
-
     def __init__(
         self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
     ) -> None:

@@ -75,7 +75,6 @@ def _serialized(ids: list[Any]) -> Any:
 
 
 def _largest(prompts: Any) -> int:
-    """Return the bytes of the largest prompt."""
     return max(map(_size, prompts if isinstance(prompts, list) else [prompts]), default=0)
 
 

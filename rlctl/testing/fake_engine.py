@@ -327,7 +327,6 @@ class FakeEngine(Engine):
             raise Reason.ACTIVE_REQUESTS.error(f"{len(self._running)} requests run")
 
     def _take_in(self, text: str) -> None:
-        """Write the weights, or their shadow copy."""
         self._written = True
         if self._shadow is None:
             self.weights = text
@@ -623,7 +622,6 @@ class FakeEngine(Engine):
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Wait until one of the events is set."""
     tasks = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -173,8 +173,6 @@ class _Reports:
 
 
 class _Terminal:
-    """Shows reports as a line on the terminal."""
-
     def __init__(self) -> None:
         self._line = ProgressLine()
 

@@ -65,7 +65,6 @@ def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
 
 
 def _scope(request: verbs_pb2.PauseGenerationRequest | verbs_pb2.ContinueGenerationRequest) -> None:
-    """Check the adapter of a pause or a continue."""
     if not request.adapter:
         return
     fields.adapter_name(request.adapter, "adapter")

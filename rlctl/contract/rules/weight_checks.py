@@ -31,7 +31,6 @@ def _check_weights(request: verbs_pb2.CheckWeightsRequest) -> None:
 
 
 def _digest_function(request: verbs_pb2.CheckWeightsRequest) -> None:
-    """Check the digest function, its key and their conflicts."""
     key = request.digest_key or digests.key_of(request.expected_digest)
     digesting = (
         verbs_pb2.CHECK_ACTION_UNSPECIFIED,

@@ -99,8 +99,6 @@ def taken(name: str) -> RlctlError:
 
 
 class _Supervisor:
-    """Holds a fleet."""
-
     def __init__(self, settings: Settings, wanted: Deployment, *, new: bool = False) -> None:
         from rlctl.launch.fleet_controller import LaunchedFleet
 
