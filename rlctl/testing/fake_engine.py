@@ -512,7 +512,7 @@ class FakeEngine(Engine):
         if request.per_tensor:
             report.model_tensors.add(name="weights", sha256=digest[:64])
         if request.fingerprints and differing({"weights": digest[:64]}, request.fingerprints):
-            part = verbs.TensorPart(name="weights", sha256=digest[:64], differs=True)
+            part = verbs.TensorPart(name="weights", digest=digest[:64], differs=True)
             report.difference.CopyFrom(verbs.TensorDifference(count=1, first="weights", part=part, tensors=1))
         return report
 

@@ -26,7 +26,7 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
     """
     present_digests = {tensor.name: tensor.sha256 for answer in answers for tensor in answer.digests}
     expected = {
-        _key(part): part.sha256
+        _key(part): part.digest
         for answer in answers
         for part in answer.parts
         if present_digests.get(part.name) == digests.get(part.name)
@@ -37,7 +37,7 @@ def blame_ranks(operation: Operation, digests: Mapping[str, str], answers: Seque
         for rank in result.rank_results:
             part = _open_part(rank)
             if part is not None and _key(part) in expected:
-                part.differs = part.sha256 != expected[_key(part)]
+                part.differs = part.digest != expected[_key(part)]
                 if part.differs:
                     name = part.name
                     ranks.append(str(rank.coordinates.rank))

@@ -292,7 +292,7 @@ class Part:
             result.tensors = len(weights.metas())
         result.elapsed.CopyFrom(duration(time.perf_counter() - started))
         if digest is not None:
-            result.digests.extend(TensorDigest(name=name, sha256=sha256) for name, sha256 in digest.digests.items())
+            result.digests.extend(TensorDigest(name=name, sha256=hex_) for name, hex_ in digest.digests.items())
         return result
 
     def _share(

@@ -1936,7 +1936,7 @@ class TensorPart(_message.Message):
     DIM_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
-    SHA256_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     DIFFERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Checkpoint name of the full tensor."""
@@ -1946,7 +1946,7 @@ class TensorPart(_message.Message):
     """First index of the range."""
     length: _builtins.int
     """Number of indices in the range."""
-    sha256: _builtins.str
+    digest: _builtins.str
     """SHA-256 of the part as a tensor with that name, its shape and the reference's dtype, or the keyed digest of the
     part; in hex.
     """
@@ -1959,12 +1959,12 @@ class TensorPart(_message.Message):
         dim: _builtins.int | None = ...,
         start: _builtins.int = ...,
         length: _builtins.int = ...,
-        sha256: _builtins.str = ...,
+        digest: _builtins.str = ...,
         differs: _builtins.bool | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_differs", b"_differs", "_dim", b"_dim", "differs", b"differs", "dim", b"dim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differs", b"_differs", "_dim", b"_dim", "differs", b"differs", "dim", b"dim", "length", b"length", "name", b"name", "sha256", b"sha256", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differs", b"_differs", "_dim", b"_dim", "differs", b"differs", "digest", b"digest", "dim", b"dim", "length", b"length", "name", b"name", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__differs: _TypeAlias = _typing.Literal["differs"]  # noqa: Y015
     _WhichOneofArgType__differs: _TypeAlias = _typing.Literal["_differs", b"_differs"]  # noqa: Y015

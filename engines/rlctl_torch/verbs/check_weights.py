@@ -262,7 +262,9 @@ class _Digesting:
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)
         if self._request.per_tensor:
-            report.model_tensors.extend(_entry(selected.shards[name].meta, sha) for name, sha in result.digests.items())
+            report.model_tensors.extend(
+                _entry(selected.shards[name].meta, digest) for name, digest in result.digests.items()
+            )
         return selected
 
     def _full_here(self, shards: ShardMap, local: RankDigest) -> dict[str, str]:
@@ -302,5 +304,5 @@ def _compare(report: CheckReport, found: Mapping[str, str], snapshot: Mapping[st
     report.unexpected.extend(sorted(found.keys() - snapshot.keys()))
 
 
-def _entry(meta: TensorMeta, sha256: str) -> TensorDigest:
-    return TensorDigest(name=meta.name, dtype=dtype_name(meta.dtype), shape=Shape(dims=meta.shape), sha256=sha256)
+def _entry(meta: TensorMeta, digest: str) -> TensorDigest:
+    return TensorDigest(name=meta.name, dtype=dtype_name(meta.dtype), shape=Shape(dims=meta.shape), sha256=digest)

@@ -30,10 +30,10 @@ def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key:
         return report
     part = report.part
     part.name = names[0]
-    part.sha256 = part_digest(shard, key)
+    part.digest = part_digest(shard, key)
     if shard.slice.whole(shard.meta.shape):
         at = SIZE * sorted(found.every).index(names[0])
-        part.differs = fingerprints({names[0]: part.sha256}) != expected[at : at + SIZE]
+        part.differs = fingerprints({names[0]: part.digest}) != expected[at : at + SIZE]
     else:
         assert shard.slice.dim is not None
         part.dim, part.start, part.length = shard.slice.dim, shard.slice.start, shard.slice.length
@@ -55,6 +55,6 @@ def digest_parts(
         answer = TensorPart()
         answer.CopyFrom(part)
         meta = TensorMeta(name, dtype, tuple(full.shape))
-        answer.sha256 = part_digest(Shard(meta, slice_.of(full), slice_), key)
+        answer.digest = part_digest(Shard(meta, slice_.of(full), slice_), key)
         digested.append(answer)
     return digested

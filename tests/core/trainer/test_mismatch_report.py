@@ -20,8 +20,8 @@ def rank(number: int, part: TensorPart | None, first: str = "w") -> RankResult:
     return RankResult(coordinates=coordinates, outcome=OUTCOME_APPLIED, check=CheckReport(difference=difference))
 
 
-def row(start: int, sha256: str) -> TensorPart:
-    return TensorPart(name="w", dim=0, start=start, length=4, sha256=sha256)
+def row(start: int, digest: str) -> TensorPart:
+    return TensorPart(name="w", dim=0, start=start, length=4, digest=digest)
 
 
 def stage(*ranks: RankResult) -> StageResult:

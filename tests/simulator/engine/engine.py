@@ -527,7 +527,7 @@ class SimEngine(Engine):
             for name in mine:
                 report.model_tensors.add(name=name, sha256=each[name])
         if request.fingerprints and (names := differing(each, request.fingerprints)):
-            part = verbs.TensorPart(name=names[0], sha256=each[names[0]], differs=True)
+            part = verbs.TensorPart(name=names[0], digest=each[names[0]], differs=True)
             report.difference.CopyFrom(
                 verbs.TensorDifference(count=len(names), first=names[0], part=part, tensors=len(mine))
             )
