@@ -89,7 +89,7 @@ class Update:
         received: answers of targets to the writes of the present attempt.
         broken: a write of the present attempt has failed.
         missed: names of targets that did not receive all tensors.
-        unprepared: answers of targets that could not be paused or prepared.
+        unprepared: first failed answer of each target that could not be paused or prepared.
         abandoned: groups of earlier updates that targets may still be in.
         planning: lock for the planning of a further attempt or of the next batch.
         batch_done: set once the present batch is committed, or the update has ended.
@@ -463,7 +463,12 @@ class Update:
         )
 
     def _all_applied(self, results: Sequence[StageResult]) -> None:
-        self.unprepared = [result for result in results if result.outcome != OUTCOME_APPLIED]
+        first: dict[str, StageResult] = {}
+        for result in results:
+            if result.outcome != OUTCOME_APPLIED:
+                # A stage that loses a rank in the pause refuses the prepare. The refusal must not hide the loss.
+                first.setdefault(result.slot, result)
+        self.unprepared = list(first.values())
         if self.unprepared:
             raise blame(self.unprepared[0])
 

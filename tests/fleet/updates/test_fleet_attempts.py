@@ -80,6 +80,37 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
         assert [fleet.stage(slot).routable for slot in "ab"] == [True, True]
 
 
+@pytest.mark.parametrize("pause", [common.PAUSE_MODE_RETRACT, common.PAUSE_MODE_UNSPECIFIED])
+async def test_a_target_that_loses_a_rank_before_the_write_costs_an_attempt(
+    make_fleet: Callable[..., Any], pause: common.PauseMode.ValueType
+) -> None:
+    """A prepare that the stage refuses after the loss does not hide that the outcome of its pause is not known."""
+    lost_in = "pause_generation" if pause else "prepare_update"
+    async with make_fleet(a=1, b=2) as fleet:
+        follower = fleet.workers.pop(("b", 1))
+
+        async def lose(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == lost_in and engine.config.tp_size == 2:
+                fake_engine.FAULTS.clear()
+                stopping.append(asyncio.create_task(follower.stop()))
+                await asyncio.sleep(30)
+
+        stopping: list[asyncio.Task[None]] = []
+        fake_engine.FAULTS[fleet.specs[0].model_path, 1] = lose
+        plan = await begin(fleet, retries=1, options=v.UpdateOptions(quorum=1, pause=pause))
+        await join(fleet, plan)
+        failed = await write(fleet, plan, "w1")
+        outcomes = {result.slot: result.outcome for result in failed.stage_results}
+        assert outcomes["b"] == common.OUTCOME_UNKNOWN, failed
+        plan = await retry(fleet, plan)
+        assert list(plan.lost) == ["b"]
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
+        assert fleet.stage("a").routable
+        await asyncio.gather(*stopping)
+
+
 async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any]) -> None:
     async with make_fleet(a=1, b=2) as fleet, AsyncExitStack() as away:
 
