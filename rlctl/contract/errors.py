@@ -321,7 +321,7 @@ class Reason(enum.Enum):
         "Set header.fence.fleet_epoch.",
     )
     UPDATE_FENCED = (Fenced, "The caller is not the owner of the update.", "")
-    TRAINER_FENCED = (Fenced, "A trainer of a newer incarnation updates this model.", "")
+    TRAINER_FENCED = (Fenced, "A trainer of a newer incarnation updates this model.", "Stop this trainer.")
     INCARNATION_FENCED = (Fenced, "The slot is filled by a newer incarnation.", "")
     NOT_RANK_ZERO = (
         PreconditionFailed,

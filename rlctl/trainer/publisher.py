@@ -120,8 +120,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             network: in place of ``host``, an interface ("eth0") or a network ("10.0.0.0/8") with an address of this
                 process. A network can be the same text on every host of the trainer.
             trainer: name for messages.
-            incarnation: number to raise when training resumes from an older checkpoint. Lower numbers are fenced from
-                then on.
+            incarnation: number to raise when training resumes from an older checkpoint. Once it has updated the model,
+                lower numbers, also the default, raise TRAINER_FENCED. The journal keeps the number.
         """
         self._rank = 0 if trainer_group is None else dist.get_rank(trainer_group)
         if (self._rank == 0) != (fleet is not None):

@@ -159,6 +159,7 @@ class Planner:
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets"
                 + (f"; left out: {excluded_names}" if excluded_names else ""),
                 field="options.quorum",
+                next_step="Wait for more stages, or lower the quorum.",
             )
         return targets, excluded, transports
 
@@ -232,10 +233,12 @@ class Planner:
         if not model.record.updatable and request.kind != UPDATE_KIND_ADAPTER:
             raise Reason.MODEL_FROZEN.error(f"{request.model} is frozen: it receives no weights", field="model")
         if request.trainer.incarnation < model.record.trainer_incarnation:
+            newest = model.record.trainer_incarnation
             raise Reason.TRAINER_FENCED.error(
-                f"incarnation {request.trainer.incarnation} is over, {model.record.trainer_incarnation} updates "
-                f"{request.model}",
+                f"incarnation {newest} of the trainer has updated {request.model}, this is incarnation "
+                f"{request.trainer.incarnation}",
                 field="trainer.incarnation",
+                next_step=f"Stop this trainer. If no newer trainer runs, pass incarnation={newest} or a higher one.",
             )
         if request.kind == UPDATE_KIND_DELTA:
             _refuse_base(request.base, model.record.latest)

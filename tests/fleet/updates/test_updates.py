@@ -600,7 +600,10 @@ async def test_an_older_trainer_is_fenced(fleet: InProcessFleet) -> None:
     plan = await fleet.stub.BeginWeightUpdate(newer)
     await abort(fleet, plan)
     older = u.BeginWeightUpdateRequest(model="actor", version="v", trainer=u.Trainer(incarnation=4))
-    assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
+    error = await refusal(fleet.stub.BeginWeightUpdate(older))
+    assert (error.reason, error.field) == (Reason.TRAINER_FENCED, "trainer.incarnation")
+    assert error.message == "incarnation 5 of the trainer has updated actor, this is incarnation 4"
+    assert error.next_step == "Stop this trainer. If no newer trainer runs, pass incarnation=5 or a higher one."
     # It would wait in vain for an update of the newer one to end; and it ends nothing, though it cannot be.
     plan = await fleet.stub.BeginWeightUpdate(newer)
     assert (await refusal(fleet.stub.BeginWeightUpdate(older))).reason is Reason.TRAINER_FENCED
