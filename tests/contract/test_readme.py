@@ -31,7 +31,7 @@ def test_the_example_without_its_argument_says_how_it_is_used() -> None:
     command = [sys.executable, ROOT / "examples" / "make_tiny_model.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: make_tiny_model.py [-h] directory")
+    assert done.stderr.startswith("usage: make_tiny_model.py [-h] [--experts] directory")
 
 
 def test_files_that_the_readme_names_exist() -> None:
