@@ -102,6 +102,12 @@ def test_the_simulation_page_has_every_module() -> None:
     assert sorted(listed) == sorted(module for module in modules if not module.endswith("__init__"))
 
 
+def test_the_simulation_page_has_the_branches_of_modules_that_exist() -> None:
+    names = re.findall(r"^\| `([\w/]+\.py)` \| \d", (ROOT / "docs" / "simulation.md").read_text(), flags=re.MULTILINE)
+    assert names
+    assert [name for name in names if not (ROOT / "rlctl" / name).exists()] == []
+
+
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 
 
