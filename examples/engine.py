@@ -90,21 +90,22 @@ class TableEngine(Engine):
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
         tokens, limit = list(request.input_ids.ids or request.text.encode()), request.sampling_params.max_new_tokens
         start = len(tokens)
+        if request.rid in self.running:
+            raise Reason.RID_IN_USE.error(f"request {request.rid} is running", field="rid")
         self.running[request.rid] = True
         try:
             while True:
-                sample = rollout.Sample(completion_tokens=len(tokens) - start)
+                count = len(tokens) - start
+                sample = rollout.Sample(completion_tokens=count)
                 with self.step:
                     if not self.running[request.rid]:
                         sample.finish_reason.type = rollout.FINISH_TYPE_ABORT
-                    elif len(tokens) - start >= (limit or 16):
+                    elif count >= (limit or 16):
                         sample.finish_reason.type = rollout.FINISH_TYPE_LENGTH
                     elif not self.paused:
                         tokens.append(int(self.table[tokens[-1]].argmax()))
                         sample = rollout.Sample(output_ids=tokens[-1:], text=chr(tokens[-1]))
-                        sample.versions.add(
-                            version=self.version, start=len(tokens) - start - 1, end=len(tokens) - start
-                        )
+                        sample.versions.add(version=self.version, start=count, end=count + 1)
                 if sample.output_ids or sample.finish_reason.type:
                     yield rollout.GenerateResponse(rid=request.rid, prompt_tokens=start, samples=[sample])
                 if sample.finish_reason.type:

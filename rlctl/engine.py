@@ -242,7 +242,8 @@ class Engine(abc.ABC):
     def generate(self, request: rollout_pb2.GenerateRequest) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         """Generate, at rank 0; yield new output (see GenerateStream). Closing the iterator aborts the request.
 
-        Raises RlctlError: PROMPT_TOO_LONG, FIELD_INVALID and so on, before the first yield.
+        The request has a ``rid``: the caller's, or an id made by the stage. Raises RlctlError: RID_IN_USE (a request
+        with this ``rid`` is running), PROMPT_TOO_LONG, FIELD_INVALID and so on, before the first yield.
         """
 
     @abc.abstractmethod

@@ -549,7 +549,7 @@ class FakeEngine(Engine):
 
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
         """Number the tokens, at the set pace: from 0 after a text, from the last id on after token ids."""
-        rid = request.rid or f"fake-{next(_ids)}"
+        rid = request.rid
         if request.adapter:
             if request.adapter not in self.adapters:
                 raise Reason.ADAPTER_NOT_FOUND.error(f"no adapter {request.adapter!r} is loaded", field="adapter")

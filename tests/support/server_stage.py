@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ class Generating:
         self._started = concurrent.futures.Future[None]()
 
     async def run(self, engine: Engine, request: rollout_pb2.GenerateRequest) -> None:
+        request.rid = request.rid or uuid.uuid4().hex
         async with contextlib.aclosing(engine.generate(request)) as parts:
             async for part in parts:
                 self.parts.append(part)

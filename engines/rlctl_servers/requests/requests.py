@@ -129,7 +129,7 @@ class Requests:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse, None]:
         check_samples(request.sampling_params)
-        rid = request.rid or uuid.uuid4().hex
+        rid = request.rid
         engine_rids = [self._dialect.new_rid() for _ in range(request.sampling_params.n or 1)]
         samples = dict(enumerate(await self._dialect.begin(request, engine_rids)))
         running = SampledRequest(engine_rids, request.adapter, prepared=self._dialect.prepares(request))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import uuid
 from dataclasses import replace
 
 from rlctl.contract.errors import Reason
@@ -79,7 +78,7 @@ class Intake:
         awaited: bool = False,
     ) -> Stream:
         seed = self._random.getrandbits(64) if settings.seed is None else settings.seed
-        stream = Stream(request.rid or uuid.uuid4().hex, settings, prompt, echo_prompt=request.HasField("text"))
+        stream = Stream(request.rid, settings, prompt, echo_prompt=request.HasField("text"))
         samples = [
             Sample(
                 stream,

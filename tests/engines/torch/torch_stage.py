@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import traceback
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -325,6 +326,7 @@ class Stage:
 
 def generate_request(prompt: Sequence[int] | str, **fields: Any) -> rollout_pb2.GenerateRequest:
     """A request; what SamplingParams has goes there."""
+    fields.setdefault("rid", uuid.uuid4().hex)
     known = rollout_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     params = rollout_pb2.SamplingParams(**{name: fields.pop(name) for name in list(fields) if name in known})
     if isinstance(prompt, str):

@@ -16,7 +16,10 @@ import rlctl
 from rlctl import engine as engines
 from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
+from rlctl.transport.channel import open_channel
 from rlctl.v1.common_pb2 import STAGE_STATE_READY, VERIFICATION_LEVEL_REPLICA
+from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams
+from rlctl.v1.rollout_pb2_grpc import RolloutServiceStub
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "engine.py"
@@ -92,6 +95,15 @@ async def test_it_serves_is_updated_and_keeps_its_weights_when_an_update_is_refu
         assert refused.value.reason is Reason.CHECKPOINT_NOT_FOUND
         await fleet.until(lambda stages: all(stage.state == STAGE_STATE_READY for stage in stages))
         assert [sample.text for sample in await rollout.generate("a", max_new_tokens=3)] == ["ceg"]
+
+
+async def test_requests_without_an_id_run_side_by_side(fleet: InProcessFleet) -> None:
+    request = GenerateRequest(text="a", sampling_params=SamplingParams(max_new_tokens=3))
+    async with open_channel(fleet.stages["a"].rollout_address) as channel:
+        stub = RolloutServiceStub(channel)
+        answers = await asyncio.gather(*(stub.Generate(request) for _ in range(4)))
+    assert [answer.samples[0].text for answer in answers] == ["bcd"] * 4
+    assert len({answer.rid for answer in answers} - {""}) == 4, "the stage makes the ids"
 
 
 def test_the_program_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
