@@ -158,6 +158,8 @@ class Fleet(_OnLoop[AsyncFleet]):
     generate_batch = _blocking(AsyncFleet.generate_batch)
     generate_stream = _iterating(AsyncFleet.generate_stream)
     status = _blocking(AsyncFleet.status)
+    models = _blocking(AsyncFleet.models)
+    stages = _blocking(AsyncFleet.stages)
     watch = _iterating(AsyncFleet.watch)
     backup_journal = _iterating(AsyncFleet.backup_journal)
     operation = _blocking(AsyncFleet.operation)
