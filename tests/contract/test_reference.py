@@ -71,6 +71,13 @@ def test_every_verb_has_a_section_and_every_section_its_answers() -> None:
             assert f"| `{field.name}` |" in section, f"{verb.name}.{field.name}"
 
 
+@pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.name)
+def test_a_verb_names_the_data_of_its_ranks(verb: Verb) -> None:
+    page = reference.pages()["verbs.md"]
+    section = page.split(f"\n### {verb.name}\n")[1].split("\n##")[0]
+    assert (f"| Data of each rank | `{verb.data}`: [" in section) == bool(verb.data)
+
+
 def test_links_between_sections_lead_somewhere() -> None:
     for name, page in reference.pages().items():
         anchors = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}

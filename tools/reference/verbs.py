@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlctl.cli.commands.verbs import about
@@ -11,12 +12,16 @@ from rlctl.contract.access import method_of
 from rlctl.contract.comments import ANSWERS, PACKAGE, comment, type_name
 from rlctl.contract.scopes import Scope
 from rlctl.contract.verbs import VERBS, Verb
-from rlctl.v1 import coordinator_pb2, rollout_pb2
+from rlctl.v1 import coordinator_pb2, results_pb2, rollout_pb2
 from tools.reference.markdown import table
+
+_DATA: Mapping[str, Any] = {
+    field.name: field for field in results_pb2.RankResult.DESCRIPTOR.oneofs_by_name["data"].fields
+}
 
 
 def page() -> Iterator[str]:
-    """Yield the verbs of the table, the other RPCs of the coordinator, generation, and shared messages of requests."""
+    """Yield the verbs of the table, the steps of updates, other RPCs, generation, and the messages of these."""
     offered = [verb for verb in VERBS.values() if verb.fleet]
     yield "# Verbs and other RPCs\n"
     yield (
@@ -36,6 +41,11 @@ def page() -> Iterator[str]:
     yield "## Verbs\n"
     for verb in offered:
         yield from _verb(verb)
+    yield "## Steps of an update\n"
+    yield "The coordinator sends these verbs. `StageService` and `WorkerService` have their RPCs.\n"
+    for verb in VERBS.values():
+        if not verb.fleet:
+            yield from _verb(verb)
     in_table = {verb.name for verb in offered}
     for service, title in (
         (coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"], "Other RPCs of CoordinatorService"),
@@ -45,7 +55,8 @@ def page() -> Iterator[str]:
         for method in service.methods:
             if method.name not in in_table:
                 yield from _rpc(service.name, method)
-    yield from _shared()
+    yield from _messages("Data of a rank", _data_types())
+    yield from _messages("Messages and enums that requests are made of", _shared_types())
 
 
 def _verb(verb: Verb) -> Iterator[str]:
@@ -59,6 +70,8 @@ def _verb(verb: Verb) -> Iterator[str]:
     facts.append(("Scope", _scopes(verb.scopes)))
     facts.append(("Kind", _kind(verb)))
     facts.append(("Carried out by a stage that is", ", ".join(_in_order(verb.states))))
+    if verb.data:
+        facts.append(("Data of each rank", f"`{verb.data}`: {_type(_DATA[verb.data])}"))
     yield from table(["", ""], facts)
     yield from _fields(verb.request.DESCRIPTOR)
 
@@ -104,14 +117,14 @@ def _fields(message: Any) -> Iterator[str]:
 
 def _type(field: Any) -> str:
     kind = field.message_type or field.enum_type
-    if kind is None or kind.full_name not in _shared_types():
+    if kind is None or kind.full_name not in _shared_types() | _data_types():
         return f"`{type_name(field)}`"
     return ("repeated " if field.is_repeated else "") + f"[{kind.name}](#{kind.name.lower()})"
 
 
-def _shared() -> Iterator[str]:
-    yield "## Messages and enums that requests are made of\n"
-    for kind in _shared_types().values():
+def _messages(title: str, kinds: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## {title}\n"
+    for kind in kinds.values():
         yield f"### {kind.name}\n"
         yield f"{comment(kind.full_name)}\n"
         if hasattr(kind, "fields"):
@@ -121,19 +134,33 @@ def _shared() -> Iterator[str]:
             yield from table(["value", "meaning"], rows)
 
 
+@functools.cache
 def _shared_types() -> dict[str, Any]:
     """Return the contract's messages and enums that requests contain, by full name, messages first."""
-    found: dict[str, Any] = {}
-    todo: list[Any] = [verb.request.DESCRIPTOR for verb in VERBS.values() if verb.fleet]
+    requests: list[Any] = [verb.request.DESCRIPTOR for verb in VERBS.values()]
     for file, name in ((coordinator_pb2, "CoordinatorService"), (rollout_pb2, "RolloutService")):
-        todo += [method.input_type for method in file.DESCRIPTOR.services_by_name[name].methods]
-    requests = {message.full_name for message in todo}
+        requests += [method.input_type for method in file.DESCRIPTOR.services_by_name[name].methods]
+    return _contained(requests, {message.full_name for message in requests})
+
+
+@functools.cache
+def _data_types() -> dict[str, Any]:
+    """Return the data messages of verbs, and the messages and enums that only these contain, as `_shared_types`."""
+    data = {field.message_type.full_name: field.message_type for field in _DATA.values()}
+    return {name: kind for name, kind in data.items() if name not in _shared_types()} | _contained(
+        list(data.values()), data.keys() | _shared_types().keys()
+    )
+
+
+def _contained(todo: list[Any], excluded: Set[str]) -> dict[str, Any]:
+    """Return the messages and enums of the contract in fields of these messages, except the excluded names."""
+    kinds: dict[str, Any] = {}
     while todo:
         for field in todo.pop(0).fields:
             kind: Any = field.message_type or field.enum_type
-            if kind is None or kind.file.package != PACKAGE or kind.full_name in requests | set(found):
+            if kind is None or kind.file.package != PACKAGE or kind.full_name in excluded | kinds.keys():
                 continue
-            found[kind.full_name] = kind
+            kinds[kind.full_name] = kind
             if field.message_type is not None and not kind.GetOptions().map_entry:
                 todo.append(kind)
-    return {kind.full_name: kind for kind in sorted(found.values(), key=lambda kind: not hasattr(kind, "fields"))}
+    return {kind.full_name: kind for kind in sorted(kinds.values(), key=lambda kind: not hasattr(kind, "fields"))}
