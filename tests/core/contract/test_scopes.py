@@ -72,7 +72,12 @@ def allowed(who: Principal, subject: Subject | None) -> set[str]:
 
 
 def test_every_rpc_of_the_coordinator_has_a_scope() -> None:
-    assert COORDINATOR_RPCS.keys() == set(COORDINATOR.methods_by_name) == ALL
+    assert COORDINATOR_RPCS.keys() == set(COORDINATOR.methods_by_name), (
+        "an RPC that is no verb needs scopes in rlctl/contract/access.py"
+    )
+    assert set(COORDINATOR.methods_by_name) == ALL, (
+        "add each RPC to the set above that fits its scopes; a verb's scopes are in its row of the verb table"
+    )
 
 
 def test_every_rpc_of_every_service_has_a_scope_of_its_own_choice() -> None:

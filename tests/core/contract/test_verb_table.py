@@ -15,7 +15,9 @@ COORDINATOR: ServiceDescriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Co
 
 @pytest.mark.parametrize("service", [STAGE, WORKER], ids=lambda service: service.name)
 def test_every_rpc_has_a_row_and_every_row_an_rpc(service: ServiceDescriptor) -> None:
-    assert set(service.methods_by_name) - {"Control"} == set(VERBS)
+    assert set(service.methods_by_name) - {"Control"} == set(VERBS), (
+        f"{service.name} in protos/ and the rows of rlctl/contract/verbs.py differ: CONTRIBUTING.md, Add a verb"
+    )
 
 
 def test_the_coordinator_has_an_rpc_for_every_verb_that_it_offers() -> None:
@@ -33,4 +35,6 @@ def test_an_rpc_has_the_messages_of_its_row(service: ServiceDescriptor, name: st
 
 def test_the_data_of_a_verb_is_a_field_of_a_rank_result_and_every_field_has_a_verb() -> None:
     fields = {field.name for field in results_pb2.RankResult.DESCRIPTOR.oneofs_by_name["data"].fields}
-    assert {verb.data for verb in VERBS.values()} - {""} == fields
+    assert {verb.data for verb in VERBS.values()} - {""} == fields, (
+        "each field of `data` in RankResult is named by a row of rlctl/contract/verbs.py, and the reverse"
+    )
