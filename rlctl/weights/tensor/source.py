@@ -244,4 +244,8 @@ def _pair(entry: object) -> tuple[str, torch.Tensor]:
         case (str(name), torch.Tensor() as tensor):
             refuse_unreadable(name, tensor)
             return name, tensor
-    raise Reason.FIELD_INVALID.error(f"weights are pairs of name and tensor, not {type(entry)}", field="weights")
+    raise Reason.FIELD_INVALID.error(
+        f"weights are pairs of name and tensor, not {type(entry)}",
+        field="weights",
+        next_step="Pass a module, or the items() of a state dict.",
+    )
