@@ -265,9 +265,9 @@ BOMBS = {
 
 @pytest.mark.parametrize("code", BOMBS.values(), ids=BOMBS)
 def test_bombs_end_at_once(code: bytes) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert refused(raw(code)).reason is Reason.FIELD_INVALID
-    assert time.monotonic() - started < 5.0
+    assert time.process_time() - started < 5.0
 
 
 def test_opcodes_are_counted_over_all_payloads() -> None:
