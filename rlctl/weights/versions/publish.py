@@ -264,7 +264,11 @@ def _finish(new: Path, place: Path, manifest: Manifest) -> Published:
             return Published(place, manifest)
         existing = existing or read_manifest(place)
     if existing is None or (existing.digest, existing.base) != (manifest.digest, manifest.base):
-        raise Reason.FIELD_INVALID.error(f"{place} is published already, with other weights", field="version")
+        raise Reason.FIELD_INVALID.error(
+            f"{place} is published already, with other weights",
+            field="version",
+            next_step="Use a higher sequence, or another directory.",
+        )
     for name in sorted((existing.files.keys() | manifest.files.keys()) - {INDEX}):  # shards may be cut differently
         if existing.files.get(name) != manifest.files.get(name):
             raise Reason.FIELD_INVALID.error(f"{place} is published already, with another {name}", field="files_from")

@@ -271,7 +271,7 @@ def test_labels_are_any_text_and_the_latest_of_a_label_counts(world: World) -> N
 def test_publishing_again_confirms_and_other_weights_are_refused(world: World) -> None:
     world.chain(2)
     assert world.delta(2, world.models["v2"]).path.name == "00000002-v2"
-    with refused(Reason.FIELD_INVALID, "with other weights", "version"):
+    with refused(Reason.FIELD_INVALID, "with other weights. Use a higher sequence, or another directory", "version"):
         world.delta(2, model(5))
     with refused(Reason.FIELD_INVALID, "does not follow", "sequence"):
         world.full(1, model(5))
