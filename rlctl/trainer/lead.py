@@ -611,7 +611,11 @@ def _worth_retrying(error: RlctlError) -> bool:
     """Whether a group failed, and not a source or the request."""
     if isinstance(error, OperationFailed) and error.operation.stage_results:
         lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
-        return any(result.outcome in lost for result in error.operation.stage_results)
+        # A stage that knows of the loss of a rank refuses: nothing is unknown, and the rank is as lost.
+        return any(
+            result.outcome in lost or result.error.reason == Reason.RANK_LOST.name
+            for result in error.operation.stage_results
+        )
     return error.reason is Reason.GROUP_FAILED  # also the reason of a write refused after the failure of a group
 
 

@@ -11,7 +11,10 @@ from rlctl.v1.results_pb2 import Operation, StageResult
 
 
 def failed(reason: Reason, *outcomes: common.Outcome.ValueType) -> OperationFailed:
-    results = [StageResult(slot=str(index), outcome=outcome) for index, outcome in enumerate(outcomes)]
+    results = [
+        StageResult(slot=str(index), outcome=outcome, error=reason.error("why").detail())
+        for index, outcome in enumerate(outcomes)
+    ]
     return OperationFailed(Operation(error=reason.error("why").detail(), stage_results=results))
 
 
@@ -22,6 +25,7 @@ def failed(reason: Reason, *outcomes: common.Outcome.ValueType) -> OperationFail
         (failed(Reason.GROUP_FAILED, common.OUTCOME_DIRTY), True),
         (failed(Reason.UNREACHABLE, common.OUTCOME_NOT_SENT), True),
         (failed(Reason.CHECKPOINT_MISMATCH, common.OUTCOME_REJECTED), False),
+        (failed(Reason.RANK_LOST, common.OUTCOME_REJECTED), True),
         # A source's write that was not let in, because that of another had failed: which is heard of first is chance.
         (failed(Reason.GROUP_FAILED), True),
         (Reason.GROUP_FAILED.error("a rank left"), True),

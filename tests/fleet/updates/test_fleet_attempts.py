@@ -27,11 +27,12 @@ from updating import (
 from waiting import eventually
 
 from rlctl.command_stream import commander
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
+from rlctl.trainer.lead import _worth_retrying
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
@@ -109,6 +110,25 @@ async def test_a_target_that_loses_a_rank_before_the_write_costs_an_attempt(
         assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
         assert fleet.stage("a").routable
         await asyncio.gather(*stopping)
+
+
+async def test_a_target_that_has_lost_a_rank_since_the_begin_costs_an_attempt(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        options = v.UpdateOptions(quorum=1, pause=common.PAUSE_MODE_RETRACT)
+        plan = await begin(fleet, retries=1, options=options)
+        await join(fleet, plan)
+        await fleet.workers.pop(("b", 1)).stop()
+        await eventually(lambda: fleet.server.coordinator.roster.slots["b"].dead_ranks() == [1])
+        failed = await write(fleet, plan, "w1")
+        [refused] = [result for result in failed.stage_results if result.slot == "b"]
+        assert (refused.outcome, refused.error.reason) == (common.OUTCOME_REJECTED, "RANK_LOST")
+        assert _worth_retrying(OperationFailed(failed))
+        plan = await retry(fleet, plan)
+        assert list(plan.lost) == ["b"]
+        await join(fleet, plan)
+        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
+        assert fleet.stage("a").routable
 
 
 async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any]) -> None:
