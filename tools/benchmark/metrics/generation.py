@@ -18,7 +18,7 @@ from tools.benchmark.servers import Servers, post_all
 
 COUNT = 300
 AT_ONCE = 32
-ROUNDS = 10
+ROUNDS = 15
 """Times the rounds of other figures: the goal is a difference of some percent, and rounds differ by ten."""
 
 
@@ -85,6 +85,6 @@ def _compared(setting: Setting, ask: Callable[[_Fleet, int], Coroutine[Any, Any,
         return time.perf_counter() - started
 
     sides = {"with": lambda: all_of(fleets.measured), "without": lambda: all_of(fleets.without)}
-    samples = interleaved(ROUNDS * setting.rounds, sides)
+    samples = interleaved(setting.rounds if setting.quick else ROUNDS * setting.rounds, sides)
     floor = median(samples["without"]) / count * 1e6
     return Reading.of(ratios(samples["with"], samples["without"]), floor=floor, floor_unit="µs a request without")
