@@ -33,7 +33,7 @@ Longer than most pauses. A script without logging set up shows warnings too.
 """
 
 MOST_NAMED = 8
-"""Stages whose failures an error names."""
+"""Largest number of stages in the text of an error."""
 
 
 class Lines:

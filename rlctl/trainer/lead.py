@@ -608,10 +608,10 @@ class Leading:
 
 
 def _worth_retrying(error: RlctlError) -> bool:
-    """Whether a group failed, and not a source or the request."""
+    """Return whether a group or an engine failed, and not a source or the request."""
     if isinstance(error, OperationFailed) and error.operation.stage_results:
         lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
-        # A stage that knows of the loss of a rank refuses: nothing is unknown, and the rank is as lost.
+        # A stage that has noticed the loss of a rank rejects the pause or the write with RANK_LOST.
         return any(
             result.outcome in lost or result.error.reason == Reason.RANK_LOST.name
             for result in error.operation.stage_results

@@ -2069,7 +2069,7 @@ class CheckReport(_message.Message):
 
     @_builtins.property
     def inconsistent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of full tensors whose replicas differ between ranks."""
+        """Names of full tensors with different replicas at different ranks."""
 
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
@@ -2295,7 +2295,7 @@ class Adapter(_message.Message):
     """
     @_builtins.property
     def config(self) -> Global___AdapterConfig:
-        """Configuration of an adapter whose tensors a trainer sent. A stage without the adapter gets the tensors from a
+        """Configuration of an adapter that a trainer sent as tensors. A stage without the adapter gets the tensors from a
         second stage.
         """
 

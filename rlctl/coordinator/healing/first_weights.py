@@ -28,7 +28,7 @@ class FirstWeights:
     """Computes keyed digests of first weights, with a task for each stage."""
 
     def __init__(self, context: Context, heal: Callable[[Slot], None]) -> None:
-        """``heal``: called for a stage whose weights are not the version."""
+        """``heal``: called for a stage with other weights than those of the version."""
         self._roster = context.roster
         self._peers = context.peers
         self._fanout = context.fanout

@@ -175,7 +175,10 @@ class Router:
         return False
 
     def failures(self, stages: Sequence[Stage], wanted: Wanted) -> list[tuple[Stage, RlctlError]]:
-        """Return the suitable stages whose latest answer was a refusal or failure, each with this error."""
+        """Return suitable stages with their latest refusal or failure.
+
+        A stage that has accepted a request since is left out.
+        """
         suitable = (each for each in stages if _is_wanted(each, wanted) and each.routable and not _lacks(each, wanted))
         last_errors = (
             (each, self._health.last_error(each.registration.slot, each.incarnation, each.report.revision))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import cast
 
@@ -87,7 +86,7 @@ class Generation:
         request = cast(GenerateRequest, request)
         with self._measure(request.sampling_params.n) as take:
             check(request)
-            request.rid = request.rid or uuid.uuid4().hex
+            request.rid = request.rid or self._clock.new_id()
             started = self._clock.now()
             serving = self._serving()
             serving.refuse(

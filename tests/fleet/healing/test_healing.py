@@ -717,18 +717,23 @@ async def test_what_could_not_be_verified_is_not_written(tmp_path: Path, checkpo
         assert fleet.stage("b").state == common.STAGE_STATE_STALE
 
 
+async def lose_all_sources_and_heal_by_hand(fleet: InProcessFleet) -> None:
+    """Publish a version without a checkpoint, restart both stages, and switch to heals by hand."""
+    plan = await begin(fleet)
+    await join(fleet, plan)
+    await write(fleet, plan, "sent")
+    await commit(fleet, plan, digest("sent"))
+    for slot in ("a", "b"):
+        await restart(fleet, slot)
+    await fleet.until(lambda stages: all(stage.unhealable for stage in stages))
+    await fleet.stub.SetHealing(SetHealingRequest(model="actor", by_hand=True))
+
+
 async def test_a_stage_of_a_model_that_is_healed_by_hand_keeps_no_cause_and_no_time_of_an_earlier_plan(
     make_fleet: Callable[..., Any], checkpoint: Checkpoint
 ) -> None:
     async with make_fleet(a=1, b=2, graces=Graces(heal_s=60.0)) as fleet:
-        plan = await begin(fleet)
-        await join(fleet, plan)
-        await write(fleet, plan, "sent")
-        await commit(fleet, plan, digest("sent"))
-        for slot in ("a", "b"):
-            await restart(fleet, slot)
-        await fleet.until(lambda stages: all(stage.unhealable for stage in stages))
-        await fleet.stub.SetHealing(SetHealingRequest(model="actor", by_hand=True))
+        await lose_all_sources_and_heal_by_hand(fleet)
         assert all(fleet.stage(slot).unhealable for slot in "ab"), "no source has appeared"
         await from_disk(fleet, checkpoint("two"), "two")
         await fleet.until(lambda stages: all(stage.routable for stage in stages))
@@ -754,14 +759,7 @@ async def test_a_stage_of_a_model_that_is_healed_by_hand_is_unhealable_until_a_s
     monkeypatch.setattr(FakeEngine, "start", start)
     monkeypatch.setattr(FakeEngine, "send_weights", FakeEngine.flush_cache, raising=False)
     async with make_fleet(a=1, b=1, graces=Graces(heal_s=60.0)) as fleet:
-        plan = await begin(fleet)
-        await join(fleet, plan)
-        await write(fleet, plan, "sent")
-        await commit(fleet, plan, digest("sent"))
-        for slot in ("a", "b"):
-            await restart(fleet, slot)
-        await fleet.until(lambda stages: all(stage.unhealable for stage in stages))
-        await fleet.stub.SetHealing(SetHealingRequest(model="actor", by_hand=True))
+        await lose_all_sources_and_heal_by_hand(fleet)
         request = HealStageRequest(slots=["a"], checkpoint=checkpoint("sent"))
         assert (await fleet.stub.HealStage(request)).state == OPERATION_STATE_OK
         await fleet.until(lambda _: not fleet.stage("b").unhealable)

@@ -32,10 +32,12 @@ from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
+from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.trainer.lead import _worth_retrying
 from rlctl.v1 import common_pb2 as common
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, OPERATION_STATE_PARTIAL
+from rlctl.v1.update_pb2 import BeginWeightUpdateResponse
 
 _WRITE = "UpdateWeightsFromDistributed"
 
@@ -81,6 +83,15 @@ async def test_the_others_start_over_without_a_target_that_is_lost(
         assert [fleet.stage(slot).routable for slot in "ab"] == [True, True]
 
 
+async def publish_without_b(fleet: InProcessFleet, plan: BeginWeightUpdateResponse) -> None:
+    plan = await retry(fleet, plan)
+    assert list(plan.lost) == ["b"]
+    await join(fleet, plan)
+    assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
+    assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
+    assert fleet.stage("a").routable
+
+
 @pytest.mark.parametrize("pause", [common.PAUSE_MODE_RETRACT, common.PAUSE_MODE_UNSPECIFIED])
 async def test_a_target_that_loses_a_rank_before_the_write_costs_an_attempt(
     make_fleet: Callable[..., Any], pause: common.PauseMode.ValueType
@@ -103,12 +114,7 @@ async def test_a_target_that_loses_a_rank_before_the_write_costs_an_attempt(
         failed = await write(fleet, plan, "w1")
         outcomes = {result.slot: result.outcome for result in failed.stage_results}
         assert outcomes["b"] == common.OUTCOME_UNKNOWN, failed
-        plan = await retry(fleet, plan)
-        assert list(plan.lost) == ["b"]
-        await join(fleet, plan)
-        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
-        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
-        assert fleet.stage("a").routable
+        await publish_without_b(fleet, plan)
         await asyncio.gather(*stopping)
 
 
@@ -123,12 +129,7 @@ async def test_a_target_that_has_lost_a_rank_since_the_begin_costs_an_attempt(ma
         [refused] = [result for result in failed.stage_results if result.slot == "b"]
         assert (refused.outcome, refused.error.reason) == (common.OUTCOME_REJECTED, "RANK_LOST")
         assert _worth_retrying(OperationFailed(failed))
-        plan = await retry(fleet, plan)
-        assert list(plan.lost) == ["b"]
-        await join(fleet, plan)
-        assert (await write(fleet, plan, "w2")).state == OPERATION_STATE_OK
-        assert (await commit(fleet, plan, digest("w2"))).state == OPERATION_STATE_PARTIAL
-        assert fleet.stage("a").routable
+        await publish_without_b(fleet, plan)
 
 
 async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any]) -> None:
