@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fleet_steps import restart_coordinator
-from updating import begin, commit, digest, join, refusal, restart, version_of, weights, write
+from updating import abort, begin, commit, digest, join, refusal, restart, version_of, weights, write
 from waiting import eventually
 
 from rlctl.contract.digests import key_of, with_key
@@ -398,6 +398,48 @@ async def test_a_restarted_stage_with_the_contents_of_the_version_is_adopted(
         check = v.CheckWeightsRequest() if starts_with == "a SHA-256" else AS_VERIFIED
         outcomes = [result.outcome for result in (await fleet.stub.CheckWeights(check)).stage_results]
         assert outcomes == [common.OUTCOME_APPLIED, common.OUTCOME_DIRTY]
+
+
+def checks_of(fleet: InProcessFleet, delay_s: float = 0.0) -> list[int]:
+    """Return a list that gets the rank of each check of weights. A check takes ``delay_s`` longer."""
+    ranks: list[int] = []
+
+    async def note(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "check_weights":
+            ranks.append(engine.config.rank)
+            await asyncio.sleep(delay_s)
+
+    for rank in range(2):
+        fake_engine.FAULTS[fleet.specs[0].model_path, rank] = note
+    return ranks
+
+
+async def test_no_heal_begins_before_the_digest_of_the_first_weights(
+    fleet: InProcessFleet, checkpoint: Callable[[str], str]
+) -> None:
+    await update(fleet)
+    fleet.server.coordinator.roster.models["actor"].record.checkpoint = checkpoint("w1")
+    stored(fleet, "w1")
+    ranks = checks_of(fleet, delay_s=0.5)
+    await restart(fleet, "a")
+    await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].routable)
+    assert ranks
+    assert not (await fleet.stub.ListOperations(ListOperationsRequest(verb="HealStage"))).operations
+
+
+async def test_no_digest_of_first_weights_begins_during_an_update(make_fleet: Callable[..., Any]) -> None:
+    async with make_fleet(a=1, b=2, heal=False) as fleet:
+        await update(fleet)
+        stored(fleet, "w1")
+        plan = await begin(fleet, version="next")
+        ranks = checks_of(fleet)
+        await restart(fleet, "a")
+        await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
+        await asyncio.sleep(0.3)
+        assert not ranks
+        await abort(fleet, plan)
+        await fleet.until(lambda stages: stages[0].routable)
+        assert ranks == [0]
 
 
 @pytest.mark.parametrize("because", ["the contents differ", "the check fails"])
