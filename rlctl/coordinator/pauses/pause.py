@@ -191,12 +191,13 @@ class Pausing:
 
 
 def _generates(slot: Slot, adapter: str) -> bool:
-    """Whether a stage generates (with the adapter, if set) and would continue after a taken-back pause."""
+    """Return whether a stage generates (with the adapter, if set), or would continue after a taken-back pause."""
+    if slot.report is None or _is_kept(slot, adapter):
+        return False
     if adapter:
-        return slot.report is not None and adapter not in slot.paused_adapters and not _is_kept(slot, adapter)
-    # The pause of an ended update is about to end, unlike a pause by name.
-    generates = slot.report is not None and (not slot.report.paused or slot.held)
-    return generates and not _is_kept(slot, adapter)
+        return True  # a stage with the adapter paused, but without a pause by name, is about to continue the adapter
+    # The pause of an ended update is about to end, and so is a pause that waits for the stage's memory.
+    return not slot.report.paused or slot.held or slot.record.continue_when_resident
 
 
 def _is_kept(slot: Slot, adapter: str) -> bool:

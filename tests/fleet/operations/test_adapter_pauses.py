@@ -10,11 +10,12 @@ from typing import Any
 import grpc.aio
 import pytest
 from fleet_steps import cut_off, kill, on_record, restart_coordinator
-from updating import refusal
+from updating import fault, refusal
 from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.pauses import pause as pausing
 from rlctl.coordinator.pauses import pause_expiry
 from rlctl.engine import Call, EngineInfo
@@ -304,6 +305,26 @@ async def test_its_end_needs_no_stage(fleet: InProcessFleet) -> None:
     await fleet.start_stage(spec)
     await is_back(fleet, "a")
     await eventually_served(fleet, "a")
+
+
+async def test_a_pause_that_was_taken_back_is_no_success_of_a_stage_that_is_about_to_continue(
+    make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+        await load_both(fleet, checkpoint)
+        await pause(fleet)
+        comes_back = await cut_off(fleet, "a", monkeypatch)
+        await go_on(fleet)
+        monkeypatch.setattr(Orphans, "look", lambda *_: None)  # the stage has not continued yet
+        comes_back()
+        await fleet.until(lambda stages: stages[0].state == common.STAGE_STATE_READY)
+        assert fleet.server.coordinator.roster.slots["a"].unkept_adapters == ["math"]
+        fault(fleet, 1, 2, "pause_generation", Reason.ENGINE_FAILED.error("no"))
+        request = v.PauseGenerationRequest(adapter="math", mode=RETRACT)
+        results = (await fleet.stub.PauseGeneration(request)).stage_results
+        result = next(result for result in results if result.slot == "a")
+        assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+        assert "because b did not pause" in result.error.message
 
 
 async def test_a_pause_that_a_target_refuses_is_taken_back(fleet: InProcessFleet) -> None:

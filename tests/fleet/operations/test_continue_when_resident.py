@@ -63,6 +63,19 @@ async def test_weights_that_are_kept_are_served_after_the_resume_without_an_upda
     assert await digests(fleet) == before
 
 
+async def test_a_pause_that_was_taken_back_is_no_success_of_a_stage_that_continues_later(fleet: InProcessFleet) -> None:
+    await sleep(fleet)
+    await ok(fleet.stub.ContinueGeneration(LATER))
+    fault(fleet, 1, 2, "pause_generation", Reason.ENGINE_FAILED.error("no"))
+    paused = await fleet.stub.PauseGeneration(v.PauseGenerationRequest(mode=common.PAUSE_MODE_RETRACT))
+    result = next(result for result in paused.stage_results if result.slot == "a")
+    assert (result.outcome, result.error.reason) == (common.OUTCOME_REJECTED, "CANCELLED")
+    assert "taken back, because b did not pause" in result.error.message
+    fake_engine.FAULTS.clear()
+    await resume(fleet)
+    await fleet.until(lambda stages: stages[0].state == READY)
+
+
 async def test_a_stage_refuses_to_keep_weights_that_its_engine_does_not_keep(fleet: InProcessFleet) -> None:
     """Also where its coordinator has not asked for its capabilities."""
     await ok(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
