@@ -37,7 +37,7 @@ MANIFEST = "rlctl-manifest.json"
 FORMAT = 1
 
 Encoding = Literal["", "same", "overwrite", "xor"]
-Compression = Literal["", "zlib"]
+Compression = Literal["", "zstd"]
 
 _LAST = (1 << 64) - 1
 """The highest sequence: the limit of messages."""
@@ -228,7 +228,7 @@ def _from_json(body: dict[str, Any], blame: str) -> Manifest:
     for name, entry in body["tensors"].items():
         encoding, compression = entry.get("encoding", ""), entry.get("compression", "")
         allowed = ("",) if base is None else ("same", "overwrite", "xor")
-        if encoding not in allowed or compression not in ("", "zlib"):
+        if encoding not in allowed or compression not in ("", "zstd"):
             raise ValueError(f"{name}: encoding {encoding!r}, compression {compression!r}")
         meta = TensorMeta(text(name), parse_dtype(entry["dtype"], blame), json_files.shape(entry["shape"]))
         tensors[name] = Entry(meta, text(entry["sha256"]), text(entry.get("base_sha256", "")), encoding, compression)

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import os
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from rlctl.weights.tensor.digest import combine, digest_of_bytes, tensor_digest
 from rlctl.weights.tensor.finite import is_finite, refusal
 from rlctl.weights.tensor.source import WeightSource, as_offer, as_source, left_out, only, spares_of, unannounced, unfit
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes
+from rlctl.weights.versions.compression import compressed
 from rlctl.weights.versions.manifest import (
     MANIFEST,
     Base,
@@ -73,9 +73,6 @@ _WEIGHTS = (
     *(".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite"),  # of other frameworks
 )
 """Suffixes of weight files and their indices, which are not copied alongside a version."""
-
-_LEVEL = 1
-"""zlib's fastest level: the zeros of an XOR shrink at any level, and noise at none."""
 
 Weights: TypeAlias = nn.Module | WeightSource | Iterable[tuple[str, torch.Tensor]]
 
@@ -369,10 +366,9 @@ def _difference(
     if sha256 == base_sha256:
         return Entry(meta, sha256, base_sha256, "same"), None
     payload = new ^ as_bytes(base_tensor) if encoding == "xor" else new
-    packed = zlib.compress(payload.numpy().data, _LEVEL) if compress else b""
     compression: Compression = ""
-    if compress and len(packed) < payload.numel():
-        payload, compression = torch.frombuffer(bytearray(packed), dtype=torch.uint8), "zlib"
+    if compress and (frame := compressed(payload)).numel() < payload.numel():
+        payload, compression = frame, "zstd"
     chosen: Encoding = encoding
     return Entry(meta, sha256, base_sha256, chosen, compression), payload
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from rlctl.weights.checkpoint.safetensors_file import TensorFile
 from rlctl.weights.tensor.digest import digest_of_bytes
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl.weights.versions import slime_layout
+from rlctl.weights.versions.compression import decompressed
 from rlctl.weights.versions.manifest import MANIFEST, Entry, Manifest, is_named, read_manifest
 from rlctl.weights.versions.publish import Published, files_beside, look_up, published, write_files
 from rlctl.weights.versions.slime_layout import Slime, SlimeDelta
@@ -377,13 +377,11 @@ class _Delta:
         file = self._stored[name]
         stored = torch.empty(file.metas[name].nbytes, dtype=torch.uint8)
         file.read_bytes(file.offsets[name], stored)
-        if entry.compression == "zlib":
-            inflate = zlib.decompressobj()
+        if entry.compression:
             try:
-                plain = inflate.decompress(stored.numpy().data, entry.meta.nbytes + 1)
-            except zlib.error as error:
+                stored = decompressed(stored, entry.meta.nbytes)
+            except ValueError as error:
                 raise self._damaged(name, str(error)) from error
-            stored = torch.frombuffer(bytearray(plain), dtype=torch.uint8) if plain else stored[:0]
         if stored.numel() != entry.meta.nbytes:
             raise self._damaged(name, f"{stored.numel()} bytes instead of {entry.meta.nbytes}")
         return stored

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -42,6 +41,7 @@ from rlctl.weights.checkpoint.checkpoint import INDEX, open_files
 from rlctl.weights.checkpoint.safe_open import read_regular
 from rlctl.weights.checkpoint.safetensors_file import TensorFile
 from rlctl.weights.tensor.tensors import TensorMeta
+from rlctl.weights.versions.compression import package
 
 SOURCE = "source_dir"
 
@@ -75,8 +75,8 @@ class _Adler32:
 
 
 _CHECKSUMS: Mapping[str, Callable[[], _Hash]] = {
-    "xxh3-128": lambda: _package("xxhash").xxh3_128(),
-    "blake3": lambda: _package("blake3").blake3(),
+    "xxh3-128": lambda: package("xxhash").xxh3_128(),
+    "blake3": lambda: package("blake3").blake3(),
     "adler32": _Adler32,
 }
 _ENCODINGS = ("xor", "overwrite")
@@ -232,7 +232,7 @@ class SlimeDelta:
         self._encoding = version.delta.encoding
         self._hash = _CHECKSUMS[version.delta.checksum]
         self._hash()
-        self._zstd = _package("zstandard")
+        self._zstd = package("zstandard")
         self._stored: dict[str, TensorFile] = {}
         for file in open_files(str(version.path), field=SOURCE):
             stack.callback(file.close)
@@ -317,17 +317,6 @@ def _exactly(plain: Any, size: int) -> np.ndarray[Any, Any]:
             raise ValueError(f"it ends {view.nbytes} bytes early")
         view = view[count:]
     return block
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise Reason.UNSUPPORTED.error(
-            f"deltas in slime's layout need the package {name}, which is not installed here",
-            field=SOURCE,
-            next_step="pip install 'rlctl[torch]'",
-        ) from None
 
 
 def _damaged(path: Path, cause: str, next_step: str = _READ_ON) -> RlctlError:

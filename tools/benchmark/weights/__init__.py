@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.benchmark.figures import Figure
-from tools.benchmark.weights import broadcast, checksum, control, disk, overhead, shared, small_tensors, staged
+from tools.benchmark.weights import broadcast, checksum, control, delta, disk, overhead, shared, small_tensors, staged
 
 FIGURES: list[Figure] = [
     broadcast.TP1,
@@ -20,6 +20,8 @@ FIGURES: list[Figure] = [
     shared.TENSOR,
     shared.TENSOR_COPY,
     disk.FIGURE,
+    delta.BY_GROUP,
+    delta.BY_FILES,
     checksum.FIGURE,
     checksum.KEYED,
     overhead.MEMORY,
