@@ -29,4 +29,19 @@ FIGURES: list[Figure] = [
         generation.requests,
         at_most=AT_MOST,
     ),
+    Figure(
+        "torch_streams",
+        "300 streams of 16 tokens at a torch engine with a tiny model, 32 at a time: with metrics ÷ without",
+        "ratio",
+        generation.torch_streams,
+        at_most=AT_MOST,
+    ),
+    Figure(
+        "torch_requests",
+        "300 requests of 16 tokens at a torch engine with a tiny model through a gateway, 32 at a time: with metrics ÷ "
+        "without",
+        "ratio",
+        generation.torch_requests,
+        at_most=AT_MOST,
+    ),
 ]

@@ -39,15 +39,15 @@ async def sdk(coordinator: str, count: int, at_once: int) -> list[float]:
         return await _timed(one, count, at_once)
 
 
-async def sdk_streams(coordinator: str, count: int, at_once: int) -> list[float]:
-    """Time streams of the SDK, with a message for every token."""
+async def sdk_streams(coordinator: str, count: int, at_once: int, *, joined: bool = False) -> list[float]:
+    """Time streams of the SDK, with a message for every token; ``joined``: a message may have several tokens."""
     async with await aio.connect(coordinator) as fleet:
 
         async def one() -> None:
             parts = fleet.generate_stream(PROMPT, min_new_tokens=len(TOKENS), **SAMPLING)  # type: ignore[arg-type]
-            messages = [part async for part in parts]
-            if len(messages) != len(TOKENS):
-                raise AssertionError(f"{len(messages)} messages")
+            messages = [len(part.samples[0].output_ids) async for part in parts]
+            if sum(messages) != len(TOKENS) or (not joined and len(messages) != len(TOKENS)):
+                raise AssertionError(f"tokens of the messages: {messages}")
 
         return await _timed(one, count, at_once)
 
