@@ -39,5 +39,5 @@ def test_a_header_that_claims_terabytes_costs_nothing() -> None:
 def test_a_truncated_frame_ends_early_and_noise_is_refused() -> None:
     frame = compressed(torch.randint(0, 255, (100_000,), dtype=torch.uint8))
     assert decompressed(frame[: len(frame) // 2].clone(), 100_000).numel() < 100_000
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match="decompress"):
         decompressed(torch.randint(0, 255, (1000,), dtype=torch.uint8), 1000)
