@@ -1,4 +1,7 @@
-"""The count of /abort_requests is that of vLLM 0.32.0 (``vllm/entrypoints/rl/online/api_router.py``)."""
+"""Answers of /abort_requests as those of vLLM 0.32.0.
+
+``vllm/entrypoints/rl/online/api_router.py``, for the path below ``/inference/v1`` ``scale_out/token_in_token_out``.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +36,21 @@ async def test_ids_of_the_body_are_counted_else_ended_requests(
         status, answer = await running
         assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
         assert await ask(http, "/abort_requests", {}) == (200, {"status": "aborted", "aborted": 0})
+
+
+async def test_the_route_of_token_clients_ends_the_named_requests_only(
+    fleet: InProcessFleet, open_gateway: Any
+) -> None:
+    engines = [stage._engine for stage in fleet.stages.values()]
+    generation = {"token_ids": [1], "request_id": "here", "sampling_params": {"max_tokens": 1_000_000}}
+    async with open_gateway(fleet.server.address, "vllm") as http:
+        running = asyncio.create_task(ask(http, "/inference/v1/generate", generation))
+        await eventually(lambda: any(engine._running for engine in engines))  # type: ignore[attr-defined]
+        for body, status in (({"request_ids": []}, 200), ({"request_ids": ["gone"]}, 200), ({}, 400)):
+            async with http.post("/inference/v1/abort_requests", json=body) as response:
+                assert response.status == status
+        assert not running.done()
+        async with http.post("/inference/v1/abort_requests", json={"request_ids": ["here"]}) as response:
+            assert (response.status, await response.read()) == (200, b"")
+        status, answer = await running
+        assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")

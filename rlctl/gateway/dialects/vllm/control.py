@@ -250,14 +250,29 @@ async def abort(call: Call) -> Reply:
     """Abort requests by their ids, or all requests."""
     fields = await call.fields()
     rids = fields.take_list("request_ids", str, None)
-    request = AbortRequestsRequest(rids=rids or (), abort_all=not rids)
+    ended = await _abort(call, rids or ())
+    return Reply({"status": "aborted", "aborted": len(rids) if rids else ended})
+
+
+async def abort_named(call: Call) -> Reply:
+    """Abort requests by their ids. Without ids nothing ends."""
+    fields = await call.fields()
+    if rids := fields.take_list("request_ids", str):
+        await _abort(call, rids)
+    return Reply()
+
+
+async def _abort(call: Call, rids: Sequence[str]) -> int:
+    """Abort the requests with these ids, or all requests; return their number."""
+    request = AbortRequestsRequest(rids=rids, abort_all=not rids)
     stopped = await call.generation.stop(rids) if rids else []
     operation = await call.operate(await engine_urls.aimed(call, request))
     ended = sum(rank.abort.aborted for result in operation.stage_results for rank in result.rank_results)
-    return Reply({"status": "aborted", "aborted": len(rids) if rids else ended + len(stopped)})
+    return ended + len(stopped)
 
 
 ROUTES = (
     *(Route("POST", row.path, functools.partial(control, row), doc=row.doc, lasting=row.several) for row in CONTROLS),
     Route("POST", "/abort_requests", abort, doc="AbortRequests; {} ends all."),
+    Route("POST", "/inference/v1/abort_requests", abort_named, doc="AbortRequests of the ids in the body."),
 )
