@@ -1,7 +1,8 @@
 """Orphans: remainders of updates, pauses and adapters at stages. The coordinator retries until they are cleared.
 
-- An update that is not open at the coordinator is aborted, unless the record says published. A stage that was
-  unreachable during the abort returns with such an update, and would refuse every other update.
+- An update that is not open at the coordinator is aborted, unless the stage has committed it and its version is
+  admitted. An ended heal is always aborted. A stage that was unreachable during the abort returns with such an update,
+  and would refuse every other update.
 - A stage that an ended update has paused continues. So does a stage that was continued while unreachable or with
   released memory.
 - A stage that returns under a pause by name is paused.

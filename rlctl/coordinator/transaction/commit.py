@@ -1,6 +1,7 @@
 """The end of an update: complete at every target, flush, verify, publish, admit, resume.
 
-No stage serves a version before the publish. After the publish the update always finishes.
+No stage serves a version before the publish. After the publish the update always finishes, except at a restart of the
+coordinator, which ends the operation UNKNOWN and keeps the version.
 """
 
 from __future__ import annotations

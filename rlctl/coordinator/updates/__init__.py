@@ -1,7 +1,7 @@
 """The open updates of all models: begin, lease, writes, end.
 
-Decides which caller may begin an update, whether a caller is the owner, and when the update lease ends. For a write
-without an update id, decides which update the write belongs to.
+Decides which caller may begin an update, whether a caller is the owner (``Updates._own``), and when the update lease
+ends. For a write without an update id, decides which update the write belongs to.
 
 Imports: coordinator.healing, coordinator.transaction, coordinator.operations, coordinator.fleet, contract, ports.
 
