@@ -42,6 +42,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def run_last(main: Coroutine[Any, Any, object]) -> None:
+    """Run a coroutine on a fresh loop until its end, and cancel all other tasks. The process must end next.
+
+    Threads of ``asyncio.to_thread`` continue: a runner's close would wait for a stuck thread, with no limit.
+    """
+    runner = asyncio.Runner(loop_factory=new_loop)
+    try:
+        runner.run(main)
+    finally:
+        runner.run(cancel_others())
+
+
 async def give_way() -> None:
     """Let ready callbacks run, and callbacks that become ready through the first callbacks."""
     for _ in range(2):

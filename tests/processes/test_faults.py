@@ -113,14 +113,15 @@ def test_a_stopped_rank_costs_a_command_its_deadline(two_ranks: LaunchedFleet) -
 
 
 def test_a_server_ends_in_order_though_its_engine_is_inside_torch() -> None:
-    """Told to end while it loads, or with a thread that it leaves behind because it is stuck."""
+    """Told to end while it loads, or with threads that it leaves behind because they are stuck."""
     script = """
-import os, signal, threading
+import asyncio, os, signal, threading, time
 import click
 import torch
 from rlctl.cli.commands.serve import PROCESS, serve
 
 torch.set_num_threads(1)
+waiting = []
 
 def compute():
     while True:
@@ -129,6 +130,7 @@ def compute():
 async def start():
     for _ in range(2):
         threading.Thread(target=compute, daemon=True).start()
+    waiting.append(asyncio.create_task(asyncio.to_thread(time.sleep, 600)))
     os.kill(os.getpid(), signal.SIGTERM)
     return stop
 

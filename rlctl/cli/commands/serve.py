@@ -380,7 +380,7 @@ def serve(
 
     code = 0
     try:
-        event_loops.run(main())
+        event_loops.run_last(main())
     except RlctlError as error:
         # A single line: launchers quote the last line of a log.
         click.echo(str(error), err=True)
