@@ -230,7 +230,7 @@ class Slot:
                 return f"{name}: {_failed(self.failure)}"
             if state in _UNLINKED and self.away:
                 return f"{name}: {self.away}"
-            if state == common_pb2.STAGE_STATE_FAILED and (dead := self._dead_rank()):
+            if state == common_pb2.STAGE_STATE_FAILED and (dead := self.dead_rank()):
                 return f"{name}: {dead}"
             if state == common_pb2.STAGE_STATE_DIRTY:
                 return f"{name}: {self.quarantine.message if self.quarantine is not None else _MIXTURE}"
@@ -248,7 +248,7 @@ class Slot:
             return f"about to be paused: pause {self.pause.operation_id if self.pause else ''} is in force"
         return ""
 
-    def _dead_rank(self) -> str:
+    def dead_rank(self) -> str:
         """Return the first lost rank with the cause, or "". A quarantine may be of an earlier failure."""
         ranks = self.report.ranks if self.report is not None else ()
         return next((f"rank {rank.coordinates.rank}: {rank.reason}" for rank in ranks if not rank.alive), "")

@@ -146,6 +146,7 @@ class Transfer:
         self._refuse_retry(update, request)
         lost = await self._lost(update)
         self._refuse_retry(update, request)  # the owner may have decided meanwhile
+        planned = {target.slot: target.incarnation for target in plan.targets}
         num_remaining = update.left - len(lost)
         if num_remaining < update.quorum:
             raise update.short_of_quorum(num_remaining, f"gone: {', '.join(names(lost))}")
@@ -172,7 +173,7 @@ class Transfer:
                 undo()  # a repeat plans it again
                 update.broken, update.received = broken, received
                 raise
-        answers = {slot: _what_is_known(slot, received) for slot in lost}
+        answers = {slot: _result_of_lost(slot, planned[slot.name], received) for slot in lost}
         for answer in answers.values():
             update.run.add(answer)
         await self._roster.quarantine({slot: answer.error for slot, answer in answers.items()})
@@ -234,16 +235,27 @@ def _is_away(slot: Slot) -> bool:
     return slot.absent
 
 
-def _what_is_known(slot: Slot, received: Sequence[StageResult]) -> StageResult:
-    """Return the result of a target that further attempts exclude."""
+def _result_of_lost(slot: Slot, incarnation: int, received: Sequence[StageResult]) -> StageResult:
+    """Return the result of a target that further attempts exclude. ``incarnation``: of the plan."""
     for result in received:
         if result.slot == slot.name and result.outcome not in (OUTCOME_APPLIED, OUTCOME_REJECTED):
             return result
-    error = Reason.UNREACHABLE.error(f"{slot.name} was lost during an attempt", outcome=OUTCOME_UNKNOWN)
     return StageResult(
         slot=slot.name,
         incarnation=slot.record.incarnation,
         outcome=OUTCOME_UNKNOWN,
-        error=error.detail(),
+        error=_loss(slot, incarnation).detail(),
         state=slot.state,
     )
+
+
+def _loss(slot: Slot, incarnation: int) -> RlctlError:
+    """Return why a target is lost."""
+    if slot.record.incarnation != incarnation:
+        return Reason.INCARNATION_FENCED.error("the stage was restarted during the attempt", outcome=OUTCOME_UNKNOWN)
+    if dead_rank := slot.dead_rank():
+        return Reason.RANK_LOST.error(dead_rank, outcome=OUTCOME_UNKNOWN)
+    if slot.failure is not None:
+        return Reason.ENGINE_FAILED.error(slot.failure.reason, outcome=OUTCOME_UNKNOWN)
+    cause = f": {slot.away}" if slot.away else ""
+    return Reason.UNREACHABLE.error(f"the link to {slot.name} was lost{cause}", outcome=OUTCOME_UNKNOWN)

@@ -24,7 +24,7 @@ from rlctl.v1.common_pb2 import (
     STAGE_STATE_JOINING,
     STAGE_STATE_UPDATING,
 )
-from rlctl.v1.fleet_pb2 import RankStatus, StageRegistration, StageReport
+from rlctl.v1.fleet_pb2 import EngineFailure, RankStatus, StageRegistration, StageReport
 from rlctl.v1.journal_pb2 import SlotRecord, UpdateRecord
 from rlctl.v1.results_pb2 import RankResult, StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse, RolloutStrategy, UpdateTarget
@@ -87,7 +87,9 @@ def test_a_failed_write_shortens_the_lease_and_a_renewal_restores_it() -> None:
 
 def slot(*, alive: bool = True, lost: bool = False, linked: bool = True, **said: Any) -> Slot:
     record = SlotRecord(registration=StageRegistration(slot="a", model="actor"), incarnation=said.pop("incarnation", 1))
-    report = StageReport(**{"state": STAGE_STATE_UPDATING, "ranks": [RankStatus(alive=alive)]} | said)
+    report = StageReport(
+        **{"state": STAGE_STATE_UPDATING, "ranks": [RankStatus(alive=alive, reason="" if alive else "killed")]} | said
+    )
     commander = cast(Any, SimpleNamespace(lost=lost)) if linked else None
     return Slot(record, commander=commander, report=report)
 
@@ -117,12 +119,30 @@ def test_another_attempt_is_in_vain_for_who_is_away_new_or_short_of_a_rank(
     assert transfer._is_gone(target, PLAN, received) == gone
 
 
-def test_what_is_known_of_who_is_left_out_is_the_worst_that_it_said() -> None:
+def test_the_result_of_a_lost_target_is_the_worst_of_its_answers() -> None:
     refused, dirty = answer(OUTCOME_APPLIED), answer(OUTCOME_APPLIED)
     refused.outcome, dirty.outcome = OUTCOME_REJECTED, OUTCOME_DIRTY
-    assert transfer._what_is_known(slot(), [refused, answer(OUTCOME_DIRTY, of="b"), dirty]) is dirty
-    nothing = transfer._what_is_known(slot(), [refused, answer(OUTCOME_DIRTY, of="b")])
-    assert (nothing.slot, nothing.outcome, nothing.error.reason) == ("a", OUTCOME_UNKNOWN, "UNREACHABLE")
+    assert transfer._result_of_lost(slot(), 1, [refused, answer(OUTCOME_DIRTY, of="b"), dirty]) is dirty
+
+
+@pytest.mark.parametrize(
+    ("target", "reason", "message"),
+    [
+        (slot(incarnation=2), Reason.INCARNATION_FENCED, "the stage was restarted during the attempt"),
+        (slot(alive=False), Reason.RANK_LOST, "rank 0: killed"),
+        (slot(engine_failure=EngineFailure(reason="no memory")), Reason.ENGINE_FAILED, "no memory"),
+        (slot(lost=True), Reason.UNREACHABLE, "the link to a was lost: connection refused"),
+    ],
+)
+def test_the_result_of_a_lost_target_without_an_answer_says_how_it_was_lost(
+    target: Slot, reason: Reason, message: str
+) -> None:
+    target.away = "connection refused"
+    refused = answer(OUTCOME_REJECTED)
+    refused.outcome = OUTCOME_REJECTED
+    result = transfer._result_of_lost(target, 1, [refused, answer(OUTCOME_DIRTY, of="b")])
+    assert (result.slot, result.outcome) == ("a", OUTCOME_UNKNOWN)
+    assert (result.error.reason, result.error.message) == (reason.name, message)
 
 
 def test_a_write_is_a_stray_only_where_no_target_is_in_its_group() -> None:
