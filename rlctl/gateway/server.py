@@ -195,9 +195,7 @@ class GatewayServer:
 
     def _application(self) -> web.Application:
         measured = [] if self._metrics is None else [self._metrics.request]
-        app = web.Application(
-            middlewares=[http_limits.answering, *measured, self._outermost], client_max_size=self.dialect.body_bytes
-        )
+        app = web.Application(middlewares=[*measured, self._outermost], client_max_size=self.dialect.body_bytes)
         added: set[tuple[str, str]] = set()
         router = self.config.router
         router_routes = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)

@@ -8,10 +8,8 @@ Therefore a :class:`Guard` stands between each of aiohttp's connections and the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 from aiohttp import web
@@ -19,18 +17,13 @@ from aiohttp import web
 from rlctl.contract.os_errors import unbound
 
 HEAD_S = 30.0
-"""Longest time to the end of a request's head, from the connection's start or from the first byte after a request."""
+"""Longest time to the end of a request's head: from the connection's start, or from the first data after an answer."""
 
 WRITE_S = 60.0
 """Longest time in which a caller may read nothing of an answer."""
 
 IDLE_S = 3600.0
 """Longest idle time of a connection: trainers return after a step."""
-
-_LENGTH = re.compile(rb"(?im)^content-length:[ \t]*(\d{1,18})")
-_CHUNKED = re.compile(rb"(?im)^transfer-encoding:.*chunked")
-_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
-
 
 BACKLOG = 4096
 """Connections that may wait for acceptance: a trainer sends its batch at once."""
@@ -51,7 +44,7 @@ class Site(web.BaseSite):
         share_port: bool = False,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """``share_port``: other processes listen there too (SO_REUSEPORT). The application needs :func:`answering`."""
+        """``share_port``: other processes listen there too (SO_REUSEPORT)."""
         super().__init__(runner, backlog=BACKLOG, ssl_context=ssl_context)
         self._host = host
         self._port = port
@@ -67,7 +60,7 @@ class Site(web.BaseSite):
         await super().start()
         make = self._runner.server
         assert make is not None
-        make.request_handler = _refusing_expectations(make.request_handler)
+        make.request_handler = _guarded(make.request_handler)
         loop, shared = asyncio.get_running_loop(), self._share_port or None
         try:
             self._server = await loop.create_server(
@@ -84,29 +77,40 @@ class Site(web.BaseSite):
             raise unbound(f"{host}:{self._port}", error) from None
 
 
-def _refusing_expectations(handle: _Handle) -> _Handle:
-    """Refuse a header ``Expect`` that is not ASCII. aiohttp puts the value into its answer, and fails to encode it."""
+def _guarded(handle: _Handle) -> _Handle:
+    """Tell a connection's guard of its requests, and refuse a header ``Expect`` that is not ASCII.
+
+    aiohttp puts the value of ``Expect`` into its answer, and fails to encode it.
+    """
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        if request.headers.get("Expect", "").isascii():
-            return await handle(request)
-        return web.Response(status=417, text="Unknown Expect")
+        guard = request.transport.get_protocol() if request.transport is not None else None
+        if isinstance(guard, Guard):
+            guard.begin()
+        try:
+            if request.headers.get("Expect", "").isascii():
+                return await handle(request)
+            return web.Response(status=417, text="Unknown Expect")
+        finally:
+            if isinstance(guard, Guard):
+                request.content.on_eof(guard.end)
 
     return answer
 
 
 class Guard(asyncio.Protocol):
-    """Guard of a connection of aiohttp."""
+    """Guard of a connection of aiohttp.
+
+    aiohttp tells when a head has ended: a request begins. Data between two requests are the start of a head. Half a
+    head that comes together with a whole request is not noticed. Without further data, that connection is idle.
+    """
 
     def __init__(self, inner: asyncio.Protocol) -> None:
         self._inner = inner
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._heads = _Heads()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._answering = 0  # number of requests
-        self._turns = 0  # number of starts and ends of answers
-        self._seen = 0  # value of _turns at the last wait for a head
+        self._begun = 0  # requests whose handler or body has not ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -114,32 +118,27 @@ class Guard(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Start the time limit of a head that has begun, anywhere in the data."""
-        if self._heads.feed(data):
-            self._in_time("head")
-        if self._heads.begun and "head" not in self._timers:
+        """Start the time limit of a head."""
+        if not self._begun and "head" not in self._timers:
             self._await_head()
         self._inner.data_received(data)
 
-    @contextlib.contextmanager
-    def answer(self) -> Iterator[None]:
-        """Let the connection be silent while a request is answered."""
-        self._answering += 1
-        self._turns += 1
-        try:
-            yield
-        finally:
-            self._answering -= 1
-            self._turns += 1
+    def begin(self) -> None:
+        """Let the connection be silent: a request begins."""
+        self._in_time("head")
+        self._begun += 1
+
+    def end(self) -> None:
+        """A request has been answered, and its body is read."""
+        self._begun -= 1
 
     def _await_head(self) -> None:
-        self._seen = self._turns
         self._timers["head"] = self._loop.call_later(HEAD_S, self._late)
 
     def _late(self) -> None:
         assert self._transport is not None
-        if self._answering or self._turns != self._seen or "write" in self._timers:
-            self._await_head()  # an earlier request is being answered, or was answered just now
+        if "write" in self._timers:
+            self._await_head()  # the caller still reads the answer before
         else:
             self._transport.close()
 
@@ -165,6 +164,9 @@ class Guard(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._in_time("write")
+        if "head" in self._timers:  # the next request begins in a moment
+            self._in_time("head")
+            self._await_head()
         self._inner.resume_writing()
 
     def eof_received(self) -> bool | None:
@@ -174,70 +176,3 @@ class Guard(asyncio.Protocol):
         for what in ("head", "write"):
             self._in_time(what)
         self._inner.connection_lost(exc)
-
-
-class _Heads:
-    """Finds the heads of requests in a connection's data, with the needed minimum of HTTP/1.1.
-
-    aiohttp's parser does not tell whether a head is incomplete. Where the two disagree the request is malformed, and
-    aiohttp ends the connection.
-    """
-
-    def __init__(self) -> None:
-        self._within = "head"  # or "chunk", the line with a chunk's size, or "trailer", a line after the last chunk
-        self._part = b""  # incomplete data of that part
-        self._skip = 0  # bytes of a body before the next part
-
-    @property
-    def begun(self) -> bool:
-        """Return True if a head has begun and not ended."""
-        return self._within == "head" and bool(self._part.strip())
-
-    def feed(self, data: bytes) -> bool:
-        """Return True if a head has ended in these data."""
-        ended, at, data = False, 0, self._part + data
-        self._part = b""
-        while at < len(data):
-            skipped = min(self._skip, len(data) - at)
-            self._skip -= skipped
-            at += skipped
-            mark = b"\r\n\r\n" if self._within == "head" else b"\r\n"
-            end = data.find(mark, at)
-            if self._skip or end < 0:
-                self._part = data[at:]
-                break
-            part, at = data[at:end], end + len(mark)
-            if self._within == "head":
-                ended = ended or bool(part.strip())
-                self._after_head(part)
-            else:
-                self._after_line(part)
-        return ended
-
-    def _after_head(self, head: bytes) -> None:
-        length = _LENGTH.search(head)
-        if _CHUNKED.search(head):
-            self._within = "chunk"
-        elif length:
-            self._skip = int(length[1])
-
-    def _after_line(self, line: bytes) -> None:
-        size = _SIZE.match(line) if self._within == "chunk" else None
-        if size and (more := int(size[0], 16)):
-            self._skip = more + len(b"\r\n")
-        elif size:
-            self._within = "trailer"
-        elif not line or self._within == "chunk":  # the trailers have ended, or the data are not HTTP
-            self._within = "head"
-
-
-@web.middleware
-async def answering(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Tell a connection's guard of its requests. The outermost middleware of an application."""
-    guard = request.transport.get_protocol() if request.transport is not None else None
-    if not isinstance(guard, Guard):
-        return await handler(request)
-    with guard.answer():
-        return await handler(request)

@@ -306,7 +306,7 @@ BARE = b"POST /slow_read HTTP/1.1\r\nHost: x\r\n\r\n"
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("whole", [WHOLE, CHUNKED, BARE])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_half_a_head_that_comes_with_a_whole_request_is_given_no_longer(
+async def test_half_a_head_behind_whole_requests_has_the_time_of_a_head_from_its_next_byte(
     http: aiohttp.ClientSession, whole: bytes, size: int
 ) -> None:
     sent = 2 * whole + WHOLE[:20]
@@ -317,45 +317,34 @@ async def test_half_a_head_that_comes_with_a_whole_request_is_given_no_longer(
             await asyncio.sleep(0)
         for _ in range(2):
             assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200"), "these are answered, however late"
+        writer.write(WHOLE[20:21])
         assert await ends(reader)
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_half_a_head_behind_a_request_that_no_handler_sees_is_given_no_longer(
-    http: aiohttp.ClientSession,
-) -> None:
+async def test_half_a_head_behind_a_request_that_no_handler_sees_is_cut_off(http: aiohttp.ClientSession) -> None:
     async with connected(http) as (reader, writer):
         writer.write(WHOLE.replace(b"Host", b"Expect: what\r\nHost") + WHOLE[:20])
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 417")
+        writer.write(WHOLE[20:21])
         async with asyncio.timeout(5):
             await reader.read()
 
 
-class Wire(asyncio.Transport):
-    """Of a caller that says nothing more."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.mark.usefixtures("hasty")
-async def test_nobody_is_cut_off_between_two_answers() -> None:
-    guard, wire = http_limits.Guard(asyncio.Protocol()), Wire()
-    guard.connection_made(wire)
-    guard.data_received(2 * WHOLE + WHOLE[:20])
-    with guard.answer():
-        guard._late()
-    guard._late()
-    assert not wire.closed, "the next one begins in a moment"
-    with guard.answer():
-        guard._late()
-    guard._late()
-    assert not wire.closed
-    guard._late()
-    assert wire.closed
-    guard.connection_lost(None)
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_the_rest_of_a_body_after_the_answer_is_no_head(http: aiohttp.ClientSession, chunked: bool) -> None:
+    head, rest = (CHUNKED, b"{}\r\n0\r\n\r\n") if chunked else (WHOLE, b"{}")
+    head = head[: head.index(b"{}")].replace(b"/slow_read", b"/nowhere")
+    async with connected(http) as (reader, writer):
+        writer.write(head)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
+        for at in range(len(rest)):
+            writer.write(rest[at : at + 1])
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.7)
+        writer.write(WHOLE)
+        assert b"HTTP/1.1 200" in await reader.readuntil(b"done")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -392,6 +381,38 @@ async def test_one_that_takes_it_slowly_is_not(http: aiohttp.ClientSession) -> N
         for _ in range(16):
             await asyncio.sleep(0.05)
             await reader.readexactly(HUGE // 16)
+
+
+class Wire(asyncio.Transport):
+    """Of a caller that still reads an answer."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+
+async def test_a_next_request_waits_until_the_answer_before_is_read() -> None:
+    guard, wire = http_limits.Guard(asyncio.Protocol()), Wire()
+    guard.connection_made(wire)
+    guard.begin()
+    guard.end()
+    guard.pause_writing()
+    guard.data_received(WHOLE)
+    guard._late()
+    assert not wire.closed
+    guard.resume_writing()
+    guard.begin()
+    guard.data_received(WHOLE)
+    assert not guard._timers, "data of a body, or of a request that waits"
+    guard.end()
+    guard.data_received(WHOLE[:1])
+    guard._late()
+    assert wire.closed
+    guard.connection_lost(None)
 
 
 # Tokenizers.

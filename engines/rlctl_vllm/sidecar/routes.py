@@ -15,7 +15,6 @@ import orjson
 from aiohttp import web
 
 from rlctl.contract.errors import Reason, RlctlError, without_frames
-from rlctl.runtime import http_limits
 from rlctl.runtime.http_bodies import Bodies, Body
 from rlctl.runtime.shielding import shielded
 from rlctl.sglang_api.request import Asking
@@ -59,7 +58,7 @@ class Sidecar:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[http_limits.answering, _unlisted])
+        app = web.Application(middlewares=[_unlisted])
         routes = {
             "/generate": ("POST", "PUT"),
             "/health": ("GET",),

@@ -75,7 +75,7 @@ class WebServer:
         self._state = b""
         self._stale_at = 0.0
         self._making = asyncio.Lock()
-        application = web.Application(middlewares=[http_limits.answering, self._outermost])
+        application = web.Application(middlewares=[self._outermost])
         application.router.add_get("/", self._get_page)
         application.router.add_get("/api/state", self._get_state)
         application.router.add_get("/operations/{id}", self._get_operation)

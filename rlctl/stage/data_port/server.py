@@ -103,7 +103,7 @@ class DataPort:
         """Listen and return the address. Raises INSECURE_BIND, FIELD_INVALID."""
         refuse_insecure(listen, token=self._token, insecure=self._insecure or self._tls is not None)
         host, port = split(listen, "data_listen")
-        app = web.Application(middlewares=[http_limits.answering, self._outermost], client_max_size=BODY_BYTES)
+        app = web.Application(middlewares=[self._outermost], client_max_size=BODY_BYTES)
         for path in _HEALTH:
             app.router.add_get(path, self._health, allow_head=True)
         for route in routes:
