@@ -243,7 +243,7 @@ def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
         case "list" if isinstance(value, list):
             return [read(key.of, item, f"{path}[{index}]", problems) for index, item in enumerate(value)]
         case "settings" if isinstance(value, dict):
-            return _settings(value, path, problems)
+            return dict(value)  # scalars, lists or mappings: the owner of the names checks the values
         case "strings" if isinstance(value, list):
             if all(isinstance(item.value, str) for item in value):
                 return tuple(str(item.value) for item in value)
@@ -270,12 +270,6 @@ def _value(key: Key, node: Node, path: str, problems: Problems) -> Any:
 
 def _whole(key: Key, value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and (key.least or 0) <= value <= MOST
-
-
-def _settings(given: dict[str, Node], path: str, problems: Problems) -> dict[str, Node]:
-    """Return free settings: scalars, lists or mappings. The owner of the names checks the values."""
-    del path, problems
-    return dict(given)
 
 
 def _shown(node: Node) -> str:
