@@ -84,10 +84,6 @@ class GatewayConfig:
     tls: Tls | None = None
     metrics: str = ""
 
-    @property
-    def scheme(self) -> str:
-        return "http" if self.tls is None else "https"
-
 
 class GatewayServer:
     """A running gateway.

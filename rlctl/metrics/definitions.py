@@ -42,12 +42,6 @@ class Metric:
     buckets: tuple[float, ...] = ()
     read: bool = False
 
-    @property
-    def series(self) -> tuple[str, ...]:
-        if self.kind == "histogram":
-            return tuple(f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count"))
-        return (self.name,)
-
 
 def _gauge(name: str, help: str, process: str, *labels: str) -> Metric:
     return Metric(name, "gauge", help, (process,), labels, read=True)

@@ -104,10 +104,10 @@ class Room:
 class Bodies:
     """Size limits of a server's bodies, and work with these bodies."""
 
-    def __init__(self, most: int, total: int = TOTAL_BYTES) -> None:
-        """``most``: bytes of one body; ``total``: of all large bodies together."""
+    def __init__(self, most: int) -> None:
+        """``most``: bytes of one body."""
         self.most = most
-        self.room = Room(max(total, most))
+        self.room = Room(max(TOTAL_BYTES, most))
         self._parsing = asyncio.Lock()
         self._working = asyncio.Lock()
 

@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.metrics.definitions import METRICS
+from rlctl.metrics.definitions import METRICS, Metric
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "examples" / "monitoring"
-SERIES = {series: metric for metric in METRICS for series in metric.series}
 OF_PROMETHEUS = {"job", "instance", "le"}
 SELECTOR = re.compile(r"\b(rlctl_\w+|up)(?:\{([^}]*)\})?")
 GROUPED = re.compile(r"\b(?:by|on) \(([^)]*)\)")
+
+
+def series(metric: Metric) -> list[str]:
+    suffixes = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
+    return [f"{metric.name}{suffix}" for suffix in suffixes]
+
+
+SERIES = {name: metric for metric in METRICS for name in series(metric)}
 
 
 def expressions(node: Any) -> Iterator[str]:

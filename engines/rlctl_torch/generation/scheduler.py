@@ -262,10 +262,10 @@ class Scheduler:
         """Whether an adapter is paused by name."""
         return self._paused.get(adapter, False)
 
-    def frozen(self, adapter: str = "") -> int:
-        """Return the number of running samples whose adapter is paused by name; "" counts all adapters."""
+    def frozen(self) -> int:
+        """Return the number of running samples whose adapter is paused by name."""
         with self._lock:
-            return sum(self.is_paused(s.adapter) for s in self._running if adapter in ("", s.adapter))
+            return sum(self.is_paused(sample.adapter) for sample in self._running)
 
     @property
     def idle(self) -> bool:

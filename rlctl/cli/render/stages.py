@@ -56,7 +56,7 @@ def fleet_view(fleet: Fleet, endpoint: str) -> View:
     return View(fleet, tables, lambda: [_slot(stage) for stage in fleet.stages])
 
 
-def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
+def stages_table(stages: Sequence[Stage], wide: bool) -> Table:
     rows = []
     for stage in stages:
         version = stage.report.weight_version
@@ -82,7 +82,7 @@ def stages_table(stages: Sequence[Stage], wide: bool, title: str = "") -> Table:
                 stage.report.model_digest,
             ]
         rows.append([*row, why_not(stage)])
-    return Table(_STAGES_WIDE if wide else _STAGES, rows, frozenset({"TYPE", "WHY NOT"}), title)
+    return Table(_STAGES_WIDE if wide else _STAGES, rows, frozenset({"TYPE", "WHY NOT"}))
 
 
 def models_table(fleet: Fleet, wide: bool) -> Table:

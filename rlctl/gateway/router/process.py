@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,12 +56,11 @@ class SglangRouter:
         policy: str = "cache_aware",
         host: str = "127.0.0.1",
         port: int = 0,
-        arguments: Sequence[str] = (),
         log: Path | None = None,
         pairs: bool = False,
         token: str | None = None,
     ) -> None:
-        """``arguments``: further arguments of ``sglang-router launch``. ``log``: file of the output; None for stderr.
+        """``log``: file of the output; None for stderr.
         ``pairs``: use prefill and decode workers; the router sends both halves of a request at the same time.
         ``token``: required of callers that read or change the list.
 
@@ -70,7 +69,7 @@ class SglangRouter:
         self._policy = policy
         self._host = host
         self._port = port or _free_port(host)
-        self._arguments = [*(["--pd-disaggregation"] if pairs else ()), *arguments]
+        self._arguments = ["--pd-disaggregation"] if pairs else []
         self.pairs = pairs
         self._log = log
         self._token = token

@@ -32,7 +32,6 @@ class Server:
         environment: environment variables, including the engine's.
         interface: interface or network to bind to; "": the node's address in Ray.
         log: path of the log on the node.
-        module: module to run in place of ``rlctl``.
         gpus: further GPUs beside the actor's GPU, held by other bundles.
     """
 
@@ -44,7 +43,6 @@ class Server:
     environment: Mapping[str, str] = field(repr=False)
     interface: str
     log: Path
-    module: str = "rlctl"
     gpus: tuple[str, ...] = ()
 
 
@@ -65,7 +63,7 @@ class ServerActor:
         arguments = [*rank_arguments(self._here(server), server.rank, server.coordinator, server.followers),
                      *server.flags]  # fmt: skip
         gpu_environment = {"CUDA_VISIBLE_DEVICES": ",".join((*_own_gpus(), *server.gpus))} if server.gpus else {}
-        self._process = Process(name, arguments, server.log, {**server.environment, **gpu_environment}, server.module)
+        self._process = Process(name, arguments, server.log, {**server.environment, **gpu_environment})
 
     @staticmethod
     def _here(server: Server) -> EngineSpec:

@@ -223,7 +223,6 @@ class RayLauncher:
         interface: str = "",
         token: str | None = None,
         insecure: bool = False,
-        module: str = "rlctl",
         authority: Authority | None = None,
     ) -> None:
         """Connect to the cluster.
@@ -245,7 +244,6 @@ class RayLauncher:
         self._environment = token_variables(token)
         self._authority = authority
         self._flags = ("--insecure",) if insecure else ()
-        self._module = module
         _connect(address or os.environ.get("RAY_ADDRESS", ""))
         _refuse_out_of_reach(listen)
         self._places = GivenGroup(per_node, group, bundles, share) if group else Places(per_node)
@@ -256,9 +254,7 @@ class RayLauncher:
         environment = {"OMP_NUM_THREADS": str(cores), **spec.environment, **self._environment}
         environment |= certificate_variables(self._authority, spec.identity(rank))
         log = self._directory / f"{spec.process(rank)}.log"
-        server = Server(
-            spec, rank, coordinator, tuple(followers), self._flags, environment, self._interface, log, self._module
-        )
+        server = Server(spec, rank, coordinator, tuple(followers), self._flags, environment, self._interface, log)
         return RayProcess(server, self._places)
 
     def make_room(self, engines: Sequence[EngineSpec], places: Sequence[Reservation]) -> None:

@@ -93,7 +93,7 @@ def interface_of(host: str) -> str:
     return next((name for name, ipv4 in _ipv4_addresses().items() if ipv4 == str(address)), "")
 
 
-def own_address(host: str, field: str = "host") -> str:
+def own_address(host: str) -> str:
     """Return an address or name of this machine without the brackets of an IPv6 address.
 
     Raises FIELD_INVALID if this machine cannot bind the address.
@@ -106,7 +106,7 @@ def own_address(host: str, field: str = "host") -> str:
     except (OSError, UnicodeError) as error:
         raise Reason.FIELD_INVALID.error(
             f"{host!r} is no address or name of this machine: {error}",
-            field=field,
+            field="host",
             next_step="Give an address of this machine without a port, or the network that it is in.",
         ) from error
     return plain
