@@ -86,7 +86,7 @@ class Observer:
         compared: partial updates whose targets are compared with each other.
         mistaken: updates with a probe that their weights fail.
         nameless: every tensor sent in implicit updates.
-        may_end_early: open updates that may be partial: the sequence of each, by model.
+        may_end_early: open updates whose writes are named partial: the sequence of each, by model.
         begun: model and sequence of each trainer's update, by lead process and label.
     """
 
@@ -376,7 +376,7 @@ class Observer:
             )
 
     def goes_on(self, model: str) -> None:
-        """End an update that may be partial with its present content, because another caller continues generation.
+        """End an update that may be partial with its present content: generation continues, or memory is resumed.
 
         The first stage that serves the version defines the content for all.
         """

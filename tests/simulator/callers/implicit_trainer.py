@@ -61,6 +61,8 @@ class Nameless(Caller):
             self.sim.observer.nameless.update(contents(tag).values())
             self.sim.observer.note(f"a nameless trainer writes {tag}, {'' if paused else 'not '}paused")
             writing = _Writing(self, tag, ranks, chance, parts=way if partial else None)
+            if writing.says_partial:
+                self.sim.observer.may_end_early[model] = sequence
             await self._send(writing)
             self.sim.observer.may_end_early.pop(model, None)
             end = chance.random()
@@ -90,8 +92,6 @@ class Nameless(Caller):
             plan = await self.call("BeginWeightUpdate", begin, CALL_S)
         assert plan is not None
         self.sim.observer.published[begin.model, plan.version.sequence] = contents(tag)
-        if begin.may_be_partial:
-            self.sim.observer.may_end_early[begin.model] = plan.version.sequence
         return plan.version.sequence, {target.slot: len(target.workers) for target in plan.targets}
 
     async def _send(self, writing: _Writing) -> None:
@@ -171,7 +171,8 @@ class _Writing:
         self._kind = verbs_pb2.UPDATE_KIND_UNSPECIFIED
         if chance.random() < 0.1:
             self._kind = chance.choice((verbs_pb2.UPDATE_KIND_FULL, verbs_pb2.UPDATE_KIND_PARTIAL))
-        self.omits_as_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL and len(self._tensors) < len(NAMES)
+        self.says_partial = self._kind == verbs_pb2.UPDATE_KIND_PARTIAL
+        self.omits_as_partial = self.says_partial and len(self._tensors) < len(NAMES)
         self._label = tag if chance.random() < 0.2 else ""
         self._together = chance.random() < 0.7
 

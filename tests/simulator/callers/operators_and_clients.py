@@ -152,8 +152,6 @@ class Operator(Caller):
         """Call a verb, with any outcome; sometimes repeat the call."""
         name = type(request).__name__.removesuffix("Request")
         self.sim.observer.note(f"operator: {name} {request.header.target.slots}")  # type: ignore[attr-defined]
-        if isinstance(request, verbs_pb2.ContinueGenerationRequest | verbs_pb2.ResumeMemoryRequest):
-            self.sim.observer.goes_on(request.header.target.model)
         with contextlib.suppress(RlctlError):
             operation = await self.verb(request, timeout_s)
             self.sim.observer.note(f"operator: {name} ended {operation.state}")

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
 
 from rlctl.contract.errors import RlctlError
+from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.service import Coordinator
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from tests.simulator.context import Simulation
@@ -79,6 +80,14 @@ class CoordinatorHost:
         coordinator = Coordinator(
             journal, sim.network.dialer(node), SimClock(node), lease_s=LEASE_S, retained=sim.retained
         )
+        settle = coordinator.implicit.settle
+
+        async def observed(targets: Sequence[Slot]) -> None:
+            for model in {slot.model for slot in targets}:
+                sim.observer.goes_on(model)
+            await settle(targets)
+
+        coordinator.implicit.settle = observed  # type: ignore[method-assign, assignment]
         try:
             await coordinator.start()
         except RlctlError as error:
