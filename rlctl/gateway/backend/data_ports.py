@@ -60,6 +60,8 @@ class DataPorts:
     def __init__(self, tls: Tls | None = None) -> None:
         """``tls`` is the gateway's; None for plain text."""
         self._tls = tls
+        if tls is not None:
+            tls.client_context()  # before the files can change
         self._session: aiohttp.ClientSession | None = None
 
     def at(self, attempt: Attempt) -> Exchange:

@@ -86,7 +86,8 @@ class Tls:
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._context(serves=True, mutual=mutual)
 
-        listening = self._make(serves=True, mutual=mutual)
+        # Made from the files, as their content was checked: a later change may be unusable.
+        listening = self._context(serves=True, mutual=mutual)
         listening.sni_callback = renew
         return listening
 

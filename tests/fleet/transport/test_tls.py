@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import shutil
 import socket
 import ssl
 import subprocess
@@ -356,8 +357,18 @@ async def test_a_data_port_answers_gateways_and_users_of_its_fleet(make_fleet: C
         registration = SimpleNamespace(slot="a", data_address=address)
         attempt: Any = SimpleNamespace(stage=SimpleNamespace(registration=registration), on_loss=lambda _: lambda: None)
 
-        async def ask(tls: Tls | None) -> bytes:
+        other = Authority.init(authority.directory / "other", "lab")
+
+        def spoil(path: str) -> None:
+            """Replace a certificate by one of a different CA."""
+            foreign, files = other.ensured(path), authority.files(path)
+            shutil.copy(foreign.cert, files.cert)
+            shutil.copy(foreign.key, files.key)
+
+        async def ask(tls: Tls | None, spoilt: str = "") -> bytes:
             ports = DataPorts(tls)
+            if spoilt:
+                spoil(spoilt)
             try:
                 with contextlib.closing(ports.at(attempt)) as exchange:
                     await exchange.begin("GET", "/v1/models", {}, b"", None)
@@ -366,10 +377,12 @@ async def test_a_data_port_answers_gateways_and_users_of_its_fleet(make_fleet: C
                 await ports.close()
 
         try:
-            assert await ask(of(authority, "gateway/g")) == b"answered"
+            # The earlier certificates stay in use, also before the first connection.
+            spoil("stage/a")
+            assert await ask(of(authority, "gateway/g"), spoilt="gateway/g") == b"answered"
+            authority.issue("gateway/g")
             assert (await refused(ask(of(authority, "stage/b")))).reason is Reason.PEER_NOT_ALLOWED
             assert (await refused(ask(None))).reason is Reason.UNREACHABLE
-            other = Authority.init(authority.directory / "other", "lab")
             assert (await refused(ask(of(other, "gateway/g")))).reason is Reason.TLS_FAILED
             gateway = of(authority, "gateway/g")
             assert await serial_http(address, gateway) == number(authority.files("stage/a").cert)
