@@ -337,7 +337,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         )
         if self._fleet is not None and result.left_out:
             named = ", ".join(f"{slot} ({cause})" for slot, cause in result.left_out.items())
-            log.warning("version %s has not come to %s", result.version.label, named)
+            what = f"version {version} of adapter {adapter}" if adapter else f"version {version}"
+            log.warning("%s has not come to %s", what, named)
         return result
 
     def update_async(
