@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
 @pytest.fixture
 def two(tmp_path: Path, tiny: tuple[Any, Path]) -> Iterator[LaunchedFleet]:
-    """Both of two ranks."""
-    engines = [EngineSpec(slot, str(tiny[1]), tp_size=2) for slot in ("a", "b")]
+    """Both of two ranks, with a checkpoint of their own."""
+    engines = [EngineSpec(slot, str(shutil.copytree(tiny[1], tmp_path / slot)), tp_size=2) for slot in ("a", "b")]
     with LaunchedFleet(engines, directory=tmp_path / "fleet") as fleet:
         yield fleet
 
 
 def test_every_rank_gets_its_own_part_from_the_same_rank_of_another_engine(
-    two: LaunchedFleet, tiny: tuple[Any, Path]
+    two: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path
 ) -> None:
     with two.connect() as fleet:
         layouts = [stage.registration.layout.shards_sha256 for stage in fleet.status().stages]
@@ -47,6 +47,16 @@ def test_every_rank_gets_its_own_part_from_the_same_rank_of_another_engine(
             assert max(received) < 0.6 * whole
             assert digests(fleet) == {rlctl.model_digest(model)}
             all_generate_like(fleet, model)
+        # An engine that starts with the contents of the version is adopted, though it does not know the version's key.
+        model, heals = changed(tiny[0], seed=4), len(fleet.operations(verb="HealStage"))
+        with fleet.publisher("actor") as publisher:
+            result = publisher.update(model, version="two", digest="keyed")
+        save(model, tmp_path / "b")
+        two.process("b").kill()
+        stages = restarted(two, fleet, "b")
+        assert {stage.report.model_digest for stage in stages.values()} == {result.model_digest}
+        assert len(fleet.operations(verb="HealStage")) == heals
+        all_generate_like(fleet, model)
 
 
 @pytest.mark.parametrize("becomes", ["overwritten", "removed"])
