@@ -381,6 +381,7 @@ async def test_a_data_port_answers_gateways_and_users_of_its_fleet(make_fleet: C
             spoil("stage/a")
             assert await ask(of(authority, "gateway/g"), spoilt="gateway/g") == b"answered"
             authority.issue("gateway/g")
+            authority.issue("stage/a")
             assert (await refused(ask(of(authority, "stage/b")))).reason is Reason.PEER_NOT_ALLOWED
             assert (await refused(ask(None))).reason is Reason.UNREACHABLE
             assert (await refused(ask(of(other, "gateway/g")))).reason is Reason.TLS_FAILED
