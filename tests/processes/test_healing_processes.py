@@ -61,10 +61,10 @@ def test_every_rank_gets_its_own_part_from_the_same_rank_of_another_engine(
 
 @pytest.mark.parametrize("becomes", ["overwritten", "removed"])
 def test_a_version_whose_checkpoint_is_no_longer_there_comes_from_another_engine(
-    two: LaunchedFleet, tiny: tuple[Any, Path], becomes: str
+    two: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path, becomes: str
 ) -> None:
     """What a trainer does that saves every step under one name."""
-    latest = tiny[1].parent / f"latest-{becomes}"
+    latest = tmp_path / "latest"
     model = changed(tiny[0], seed=2)
     save(model, latest)
     with two.connect() as fleet:
