@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,21 @@ def test_a_probe_and_a_continue_take_turns(driver: Driver, scheduler: int) -> No
     running = driver.begin(prompt(encode("7"), 3))
     running.result(10)
     assert len(running.tokens) == 3
+
+
+@pytest.mark.parametrize("mode", [common.PAUSE_MODE_RETRACT, common.PAUSE_MODE_IN_PLACE])
+def test_a_paused_scheduler_sleeps_until_its_next_message(driver: Driver, scheduler: int, mode: Any) -> None:
+    """SGLang's own loop polls without a wait during a pause, and takes a core from the update."""
+    running = driver.begin(prompt(encode("7"), 400)).started()
+    driver.tell(v.PauseGenerationRequest(mode=mode))
+    states = []
+    for _ in range(100):
+        time.sleep(0.01)
+        states.append(Path(f"/proc/{scheduler}/stat").read_text().rpartition(") ")[2][0])
+    assert states.count("S") > len(states) / 2
+    driver.tell(v.ContinueGenerationRequest())
+    running.result()
+    assert len(running.tokens) == 400
 
 
 def test_requests_that_a_pause_sent_back_do_not_keep_a_flush_waiting(driver: Driver) -> None:

@@ -13,7 +13,10 @@ ENTRY_POINT = ("sglang.srt.plugins", "rlctl = rlctl_sglang.ranks.plugin:register
 """Group and entry by which SGLang finds the plug-in."""
 
 TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
-"""The SGLang method that the plug-in hooks."""
+"""The SGLang method that carries rlctl's calls, and that the plug-in hooks."""
+
+PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+"""The SGLang method that ends each round of a paused scheduler's loop, and that the plug-in hooks."""
 
 ABSENT = (
     "rlctl's plug-in does not run in SGLang's ranks: rlctl is not installed beside SGLang, or SGLANG_PLUGINS excludes "

@@ -1,7 +1,7 @@
 """rlctl as a plug-in of SGLang: entry point group ``sglang.srt.plugins``, loaded by every scheduler process.
 
-The hook runs on the scheduler's thread, between two steps. An exception would end the server, so the hook raises
-nothing. The route asks for SGLang's admin key.
+The hooks run on the scheduler's thread, between two steps. An exception would end the server, so the hooks raise
+nothing. The route of rlctl's calls asks for SGLang's admin key.
 """
 
 from __future__ import annotations
@@ -12,16 +12,32 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlctl_sglang.ranks.channel import ACTION, TARGET
+from rlctl_sglang.ranks.channel import ACTION, PAUSED_ROUND, TARGET
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hook SGLang's weights checker. SGLang logs a missing target, and the ranks then do not answer."""
+    """Hook SGLang's weights checker and the loop of a paused scheduler.
+
+    SGLang logs a missing target. Without the first, the ranks do not answer. Without the second, a paused scheduler
+    polls its sockets incessantly, as SGLang's own does.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, Hook(), HookType.AROUND)
+    HookRegistry.register(PAUSED_ROUND, sleep_until_message, HookType.AFTER)
+
+
+def sleep_until_message(_: None, scheduler: Any) -> None:
+    """Let a paused scheduler sleep until its next message, as ``--sleep-on-idle`` lets an idle scheduler sleep.
+
+    A paused scheduler computes nothing. But SGLang polls in a loop without a wait, so each paused server takes a whole
+    core from all other processes of the update.
+    """
+    sleeper = getattr(scheduler, "idle_sleeper", None)
+    if sleeper is not None:
+        sleeper.maybe_sleep()
 
 
 class Hook:
