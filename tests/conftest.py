@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from forking import NURSERY, standing_in
+from hypothesis import settings
 
 from rlctl.coordinator.updates.manager import Graces
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
@@ -21,6 +22,9 @@ from rlctl.transport import grpc
 from rlctl.transport.tls.authority import Authority
 
 LAST_LINES = 40
+
+settings.register_profile("rlctl", deadline=None)  # an example may wait for a busy machine
+settings.load_profile("rlctl")
 
 grpc.aio.init_grpc_aio()  # never taken down: a server that a failed test left would be waited for until the end of time
 

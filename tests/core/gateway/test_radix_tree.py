@@ -288,7 +288,7 @@ def _common(one, other):
 
 
 TestAgainstAList = AgainstAList.TestCase
-TestAgainstAList.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestAgainstAList.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 def test_the_tree_splits_and_joins_again():

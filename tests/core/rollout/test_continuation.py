@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -32,7 +32,6 @@ def said(
     return r.GenerateResponse(slot=slot, incarnation=1, samples=[sample])
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=6), st.integers(1, 30))
 def test_each_attempt_asks_for_what_is_missing_and_nothing_is_lost(attempts: list[list[int]], limit: int) -> None:
     progress = Progress(begin(request(max_new_tokens=limit, min_new_tokens=limit // 2)))

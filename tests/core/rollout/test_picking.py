@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -164,13 +164,11 @@ def test_an_admission_that_does_not_exist_is_refused() -> None:
 # The ring and the sessions on it.
 
 
-@settings(deadline=None)
 @given(SLOTS, st.text(max_size=8))
 def test_a_walk_meets_every_slot_once(slots: list[str], key: str) -> None:
     assert sorted(Ring(slots).walk(key)) == sorted(slots)
 
 
-@settings(deadline=None)
 @given(SLOTS, st.text(max_size=8), st.data())
 def test_a_slot_that_goes_changes_the_order_of_no_others(slots: list[str], key: str, data: st.DataObject) -> None:
     gone = data.draw(st.sampled_from(slots))
@@ -184,7 +182,6 @@ def test_a_ring_gives_each_slot_about_its_share() -> None:
     assert min(shares.values()) > 700
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=120))
 def test_no_slot_has_more_sessions_than_the_bound_when_it_takes_one(slots: int, steps: list[tuple[int, bool]]) -> None:
     names = [f"s{number}" for number in range(slots)]
@@ -367,7 +364,6 @@ def test_one_answer_makes_a_stage_as_good_as_ever() -> None:
     assert health.again_s(now) == math.inf
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["refused", "failed"]), min_size=1, max_size=40))
 def test_no_stage_is_left_alone_for_longer_than_the_bound(events: list[str]) -> None:
     health, now = Health(), 0.0

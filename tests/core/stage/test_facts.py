@@ -889,7 +889,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_refused_continue_of_an_adapter_is_called_by_its_name() -> None:

@@ -77,7 +77,7 @@ def run(text: str) -> Problems:
     return problems
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.sampled_from(SEEDS), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), st.sampled_from(["", *TROUBLE])))
 )
@@ -88,13 +88,13 @@ def test_a_mutilated_file_has_problems_and_no_traceback(text: str, cuts: list[tu
     run(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text())
 def test_any_text_has_problems_and_no_traceback(text: str) -> None:
     run(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary())
 def test_any_bytes_have_problems_and_no_traceback(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"

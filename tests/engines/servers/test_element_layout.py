@@ -470,7 +470,7 @@ def engines(draw: st.DrawFn) -> tuple[Rank, Tensors, dict[str, tuple[torch.Tenso
     return engine, checkpoint, places
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(engines())
 def test_every_strided_layout_is_found_exactly(
     made: tuple[Rank, Tensors, dict[str, tuple[torch.Tensor, Slice]]],

@@ -37,7 +37,7 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], Slice]:
     limits=st.sampled_from([(16 << 20, 1 << 20, 128 << 10), (8, 8, 1), (8, 8, 1 << 20), (64, 24, 16)]),
     threads=st.sampled_from([1, 3]),
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_part_is_what_narrowing_the_whole_gives(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +126,7 @@ def test_a_damaged_header_is_refused_with_its_cause(tmp_path: Path, data: bytes,
 
 
 @given(data=st.binary(max_size=200).filter(lambda data: data.strip() != b"{}"))  # a file without tensors
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_noise_is_refused_typed(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
     with pytest.raises(NotFound):

@@ -36,7 +36,7 @@ def by_hand(weight: torch.Tensor, block: BlockSize, scale_dtype: torch.dtype) ->
     return codes, scale
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     block=st.builds(BlockSize, st.integers(1, 17), st.integers(1, 17)),

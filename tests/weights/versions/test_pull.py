@@ -1013,7 +1013,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 
 @given(history=histories())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_history_of_versions_pulls_and_crashes_is_bit_exact(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int, int]]
 ) -> None:
