@@ -23,8 +23,8 @@ def load(model, named_tensors):
     with (Path(__file__).parent / "loaded").open("a") as loaded:
         loaded.writelines(f"{name}\\n" for name, _ in named_tensors)
 """
-"""A weight loader of whoever runs the server: it notes what it was given, and how many objects of the heap the garbage
-collector ignores and visits.
+"""A weight loader of the server's owner. It writes down the names of the tensors, and how many objects of the heap the
+garbage collector ignores and visits.
 """
 
 

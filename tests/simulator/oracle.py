@@ -86,7 +86,7 @@ class Observer:
         compared: partial updates whose targets are compared with each other.
         mistaken: updates with a probe that their weights fail.
         nameless: every tensor sent in implicit updates.
-        may_end_early: open updates whose writes are named partial: the sequence of each, by model.
+        may_end_early: open updates with writes of kind PARTIAL: the sequence of each, by model.
         begun: model and sequence of each trainer's update, by lead process and label.
     """
 

@@ -1,7 +1,7 @@
 """rlctl as a plug-in of SGLang: entry point group ``sglang.srt.plugins``, loaded by every scheduler process.
 
-The hooks run on the scheduler's thread, between two steps. An exception would end the server, so the hooks raise
-nothing. The route of rlctl's calls asks for SGLang's admin key.
+The hooks run on the scheduler's thread, between two steps. An exception would end the server, so rlctl's calls raise
+nothing, and the wait of a paused scheduler is SGLang's own. The route of rlctl's calls asks for SGLang's admin key.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 def register() -> None:
     """Hook SGLang's weights checker and the loop of a paused scheduler.
 
-    SGLang logs a missing target. Without the first, the ranks do not answer. Without the second, a paused scheduler
-    polls its sockets incessantly, as SGLang's own does.
+    SGLang logs a missing target. Without the checker, the ranks do not answer. Without the loop, a paused scheduler
+    polls its sockets without a wait.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -60,8 +60,8 @@ class SglangRouter:
         pairs: bool = False,
         token: str | None = None,
     ) -> None:
-        """``log``: file of the output; None for stderr.
-        ``pairs``: use prefill and decode workers; the router sends both halves of a request at the same time.
+        """``log``: file of the output; None for stderr. ``pairs``: use prefill and decode workers. The router sends
+        both halves of a request at the same time.
         ``token``: required of callers that read or change the list.
 
         The router ends with this process, and with the thread that started the router.

@@ -80,6 +80,7 @@ class CoordinatorHost:
         coordinator = Coordinator(
             journal, sim.network.dialer(node), SimClock(node), lease_s=LEASE_S, retained=sim.retained
         )
+        # The oracle learns of a continue when it reaches the coordinator, before an open update is committed for it.
         settle = coordinator.implicit.settle
 
         async def observed(targets: Sequence[Slot]) -> None:
