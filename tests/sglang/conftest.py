@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forking_plugin
 import pytest
 import sabotage_plugin
 import sglang_models
@@ -28,7 +29,7 @@ LORA = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sglang() -> Iterator[str]:
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The Python that SGLang is installed for. Its servers know one model's architecture."""
     try:
         python = interpreter(Options())
@@ -36,6 +37,8 @@ def sglang() -> Iterator[str]:
         pytest.skip(f"SGLang is not installed: {error.next_step}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(sglang_models.VARIABLE, sglang_models.all_but(python, "llama"))
+        for name, value in forking_plugin.environment(tmp_path_factory.mktemp("forking")).items():
+            patch.setenv(name, value)
         yield python
 
 
