@@ -193,7 +193,7 @@ class ServerEngine(Engine):
         if self._failure is not None:
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
+            raise Reason.ILLEGAL_STATE.error("the engine has not started yet", next_step="Repeat the call when it has.")
         reason = self._facts.unsupported.get(verb)
         if reason:
             raise Reason.UNSUPPORTED.error(f"{verb}: {reason}", outcome=OUTCOME_SKIPPED)
@@ -371,7 +371,9 @@ class ServerEngine(Engine):
 
     def _refuse_during_update(self) -> None:
         if self._updates.open or self._adapters.open:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+            raise Reason.ILLEGAL_STATE.error(
+                "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
+            )
 
     # Weights.
 
@@ -500,7 +502,9 @@ class ServerEngine(Engine):
         if request.action in COMPUTED and self._prober is not None:
             self._check("")
             if self._updates.in_place:
-                raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+                raise Reason.ILLEGAL_STATE.error(
+                    "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
+                )
             call.accept()
             if request.action == verbs_pb2.CHECK_ACTION_PROBE:
                 prompts = await self._prober.probe(request.prompts, call)

@@ -220,7 +220,11 @@ class Reason(enum.Enum):
         "The timeout is zero, negative or too long.",
         "Give the time that remains, in seconds, above zero.",
     )
-    PROMPT_TOO_LONG = (InvalidRequest, "Prompt and output do not fit the context.", "")
+    PROMPT_TOO_LONG = (
+        InvalidRequest,
+        "Prompt and output do not fit the context.",
+        "Shorten the prompt, or ask for fewer tokens.",
+    )
     MESSAGE_TOO_LARGE = (
         Exhausted,
         "The message is larger than the server takes.",
@@ -247,15 +251,27 @@ class Reason(enum.Enum):
         "A group of this name exists with another store or shape.",
         "Destroy the group first.",
     )
-    ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "")
+    ADAPTER_NOT_FOUND = (NotFound, "No such adapter is loaded.", "`rlctl adapters list` lists them.")
     ADAPTER_EXISTS = (
         PreconditionFailed,
         "An adapter of this name is loaded.",
         "Unload the adapter first, or load without only_new to replace it.",
     )
-    CHECKPOINT_NOT_FOUND = (NotFound, "The checkpoint does not exist or is unreadable.", "")
-    CHECKPOINT_MISMATCH = (PreconditionFailed, "The checkpoint does not fit the model.", "")
-    SEGMENT_NOT_FOUND = (NotFound, "A shared segment cannot be mapped: it is gone, or not this rank's to open.", "")
+    CHECKPOINT_NOT_FOUND = (
+        NotFound,
+        "The checkpoint does not exist or is unreadable.",
+        "Check path, mount and permissions on the host that reads it.",
+    )
+    CHECKPOINT_MISMATCH = (
+        PreconditionFailed,
+        "The checkpoint does not fit the model.",
+        "Use a checkpoint of the same model; `rlctl weights inspect --model-path DIR` compares one.",
+    )
+    SEGMENT_NOT_FOUND = (
+        NotFound,
+        "A shared segment cannot be mapped: it is gone, or not this rank's to open.",
+        "Run both sides as one user with one /dev/shm, or send with path='broadcast'.",
+    )
     PATH_NOT_ALLOWED = (
         InvalidRequest,
         "The path lies outside of the directories that the engine may use.",
@@ -267,14 +283,18 @@ class Reason(enum.Enum):
         "The process, or its host, has as many open files as it may have.",
         "Raise the limit of open files (`ulimit -n`), and try again.",
     )
-    VERB_UNKNOWN = (Unsupported, "This version has no such verb.", "")
+    VERB_UNKNOWN = (Unsupported, "This version has no such verb.", "Correct the route, or upgrade the server.")
     # The caller.
     TOKEN_MISSING = (
         Unauthenticated,
         "The call needs a bearer token, and none was sent.",
         "Set RLCTL_TOKEN or RLCTL_TOKEN_FILE.",
     )
-    TOKEN_INVALID = (Unauthenticated, "The bearer token is not the server's.", "")
+    TOKEN_INVALID = (
+        Unauthenticated,
+        "The bearer token is not the server's.",
+        "Use the token of this fleet (RLCTL_TOKEN, RLCTL_TOKEN_FILE), or make one: `rlctl tokens new`.",
+    )
     SCOPE_MISSING = (
         Forbidden,
         "The caller's scopes do not allow the call.",
@@ -320,9 +340,17 @@ class Reason(enum.Enum):
         "A mutating call to a stage needs the epoch of its coordinator.",
         "Set header.fence.fleet_epoch.",
     )
-    UPDATE_FENCED = (Fenced, "The caller is not the owner of the update.", "")
+    UPDATE_FENCED = (
+        Fenced,
+        "The caller is not the owner of the update.",
+        "Wait for the end of the open update, or `rlctl weights abort`.",
+    )
     TRAINER_FENCED = (Fenced, "A trainer of a newer incarnation updates this model.", "Stop this trainer.")
-    INCARNATION_FENCED = (Fenced, "The slot is filled by a newer incarnation.", "")
+    INCARNATION_FENCED = (
+        Fenced,
+        "The slot is filled by a newer incarnation.",
+        "`rlctl get stages` shows the present one. Stop a second process of the slot.",
+    )
     NOT_RANK_ZERO = (
         PreconditionFailed,
         "All ranks of the stage must do this together.",
@@ -350,7 +378,11 @@ class Reason(enum.Enum):
         "A full update has not written every parameter.",
         "Send every tensor, or begin a partial update (`update_kind` in SGLang's dialect).",
     )
-    DIGEST_MISMATCH = (PreconditionFailed, "The weights differ from the sent or expected weights.", "")
+    DIGEST_MISMATCH = (
+        PreconditionFailed,
+        "The weights differ from the sent or expected weights.",
+        "`rlctl weights checksum` shows the digests. A heal or a full update replaces wrong weights.",
+    )
     BASE_MISMATCH = (
         PreconditionFailed,
         "The base of a delta or partial update is not the version at the target.",
@@ -359,7 +391,7 @@ class Reason(enum.Enum):
     PROBE_MISMATCH = (
         PreconditionFailed,
         "The log probabilities differ from those that the trainer expects.",
-        "",
+        "Compare dtype and kernels of engine and trainer; raise the tolerance only for a known difference.",
     )
     DECODE_MISMATCH = (
         PreconditionFailed,
@@ -371,7 +403,11 @@ class Reason(enum.Enum):
         "A memory region that is needed is released.",
         "`rlctl memory resume` first.",
     )
-    MEMORY_NOT_RELEASABLE = (PreconditionFailed, "The region cannot be released now.", "")
+    MEMORY_NOT_RELEASABLE = (
+        PreconditionFailed,
+        "The region cannot be released now.",
+        "Pause with retract or abort first, and see the engine's log.",
+    )
     MEMORY_FULL = (
         Exhausted,
         "The device has too little free memory.",
@@ -387,17 +423,33 @@ class Reason(enum.Enum):
         "Generation is paused with another mode.",
         "Continue first, or pause with retract.",
     )
-    MODEL_FROZEN = (PreconditionFailed, "The model is frozen: it receives no weights.", "")
+    MODEL_FROZEN = (
+        PreconditionFailed,
+        "The model is frozen: it receives no weights.",
+        "Name another model, or start its engines without --frozen (topology: update_weights).",
+    )
     NO_TARGETS = (PreconditionFailed, "No target is available.", "`rlctl status` shows the fleet.")
     UNSUPPORTED = (Unsupported, "The target cannot do this.", "")
-    UNSUPPORTED_BY_ALL = (Unsupported, "No target can do this.", "")
-    NOT_IMPLEMENTED = (Unsupported, "The contract has this verb, but its code does not exist yet.", "")
+    UNSUPPORTED_BY_ALL = (
+        Unsupported,
+        "No target can do this.",
+        "`rlctl describe stage SLOT` shows what its engine can do.",
+    )
+    NOT_IMPLEMENTED = (
+        Unsupported,
+        "The contract has this verb, but its code does not exist yet.",
+        "docs/limits.md lists the missing parts.",
+    )
     VERIFICATION_UNREACHABLE = (
         PreconditionFailed,
         "A target cannot reach the requested verification.",
-        "",
+        "`rlctl describe stage SLOT` shows the levels that a stage reaches.",
     )
-    RETRIES_EXHAUSTED = (PreconditionFailed, "All attempts of the update have failed.", "")
+    RETRIES_EXHAUSTED = (
+        PreconditionFailed,
+        "All attempts of the update have failed.",
+        "Mend the cause of the failed attempts, and send the update again.",
+    )
     UNHEALABLE = (
         PreconditionFailed,
         "No source of the published version is known.",
@@ -464,38 +516,66 @@ class Reason(enum.Enum):
         "A weight update of the model is open.",
         "Wait for it, or `rlctl weights abort`.",
     )
-    RID_IN_USE = (Conflict, "A request with this rid is running.", "")
+    RID_IN_USE = (Conflict, "A request with this rid is running.", "Use a new id.")
     # Failures.
     LINK_LOST = (
         Unavailable,
         "The connection broke; the outcome is not known.",
         "Repeat with the same request_id.",
     )
-    UNREACHABLE = (Unavailable, "The peer cannot be reached.", "")
+    UNREACHABLE = (
+        Unavailable,
+        "The peer cannot be reached.",
+        "Check process, address and firewall of the peer; `rlctl doctor` checks a fleet.",
+    )
     TRAINER_RANK_LOST = (
         Unavailable,
         "A rank of the trainer is gone.",
         "Restart the rank, and make new publishers on every rank.",
     )
-    ANSWER_INVALID = (Internal, "An answer contradicts its request; the outcome is unknown.", "")
+    ANSWER_INVALID = (
+        Internal,
+        "An answer contradicts its request; the outcome is unknown.",
+        "Compare the releases of both sides; if they are equal, please report it with the logs.",
+    )
     RANK_LOST = (
         Unavailable,
         "A rank of the stage is gone.",
         "Restart the engine, unless `rlctl up` does. Send an interrupted update again.",
     )
-    RANK_SILENT = (DeadlineExceeded, "The rank did not answer in time; its outcome is not known.", "")
-    DEADLINE_EXCEEDED = (DeadlineExceeded, "The time was up.", "")
+    RANK_SILENT = (
+        DeadlineExceeded,
+        "The rank did not answer in time; its outcome is not known.",
+        "See `rlctl logs SLOT`; `rlctl restart SLOT` replaces a stuck rank.",
+    )
+    DEADLINE_EXCEEDED = (
+        DeadlineExceeded,
+        "The time was up.",
+        "Allow more time if the work needs it; `rlctl status` shows what is in its way.",
+    )
     LEASE_EXPIRED = (
         PreconditionFailed,
         "The update's lease ran out, and the update was aborted.",
         "Begin a new update.",
     )
     CANCELLED = (Conflict, "The call was cancelled.", "")
-    SOURCE_FAILED = (Internal, "A trainer rank could not give its weights.", "")
-    GROUP_FAILED = (Internal, "The process group failed.", "")
+    SOURCE_FAILED = (
+        Internal,
+        "A trainer rank could not give its weights.",
+        "Mend the cause at the trainer rank, and send the update again.",
+    )
+    GROUP_FAILED = (
+        Internal,
+        "The process group failed.",
+        "Send the update again, with retries=1 or more. If it fails again, check the network between its ranks.",
+    )
     ENGINE_FAILED = (Internal, "The engine failed.", "See the engine's log.")
     ENGINE_WEDGED = (Internal, "The engine is stuck inside its own code.", "Restart the engine.")
-    JOURNAL_FAILED = (Internal, "The journal cannot be written or read.", "")
+    JOURNAL_FAILED = (
+        Internal,
+        "The journal cannot be written or read.",
+        "Check disk space and permissions of the journal.",
+    )
     INTERNAL = (Internal, "A defect of rlctl.", "Please report it with the log.")
 
     def __init__(self, exception: type[RlctlError], meaning: str, next_step: str) -> None:

@@ -94,7 +94,10 @@ class LoopThread:
         """
         if threading.current_thread() is self._thread:
             work.close()
-            raise Reason.ILLEGAL_STATE.error("blocking code was called on the event loop that it would wait for")
+            raise Reason.ILLEGAL_STATE.error(
+                "blocking code was called on the event loop that it would wait for",
+                next_step="Use the asyncio SDK there.",
+            )
         future = self.submit(work)
         try:
             return self.wait(future)

@@ -35,6 +35,18 @@ from rlctl.v1.verbs_pb2 import Adapter
 POSSIBLY_DONE = (OUTCOME_APPLIED, OUTCOME_DIRTY, OUTCOME_UNKNOWN)
 """Outcomes after which the effect must be assumed where that is the safe side."""
 
+_NEXT_STEPS = {
+    common_pb2.STAGE_STATE_JOINING: "Wait until the stage has joined.",
+    common_pb2.STAGE_STATE_STALE: "`rlctl heal`, or the next update.",
+    common_pb2.STAGE_STATE_READY: "Begin an update first.",
+    common_pb2.STAGE_STATE_PAUSED: "Begin an update first.",
+    common_pb2.STAGE_STATE_ASLEEP: "`rlctl memory resume` first.",
+    common_pb2.STAGE_STATE_UPDATING: "Wait for the end of the update, or `rlctl weights abort`.",
+    common_pb2.STAGE_STATE_DIRTY: "`rlctl heal`, or a full update.",
+    common_pb2.STAGE_STATE_FAILED: "`rlctl restart SLOT`, unless the supervisor restarts the engine.",
+}
+"""Next step after the refusal of a verb in a state."""
+
 
 class Weights(enum.Enum):
     """Condition of the weights in memory."""
@@ -192,6 +204,7 @@ class Facts:
             state = StageState.Name(self.state).removeprefix(STATE_PREFIX)
             raise Reason.ILLEGAL_STATE.error(
                 f"{verb.name} is for stages that are {', '.join(sorted(like.states))}; the state is {state}",
+                next_step=_NEXT_STEPS.get(self.state, ""),
                 metadata={"state": state},
             )
 

@@ -41,7 +41,9 @@ class ServerState:
             names = (MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in sorted(self.released))
             raise Reason.MEMORY_RELEASED.error(f"released: {', '.join(names)}; generation needs every region")
         if updating:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+            raise Reason.ILLEGAL_STATE.error(
+                "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
+            )
 
     def release(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]

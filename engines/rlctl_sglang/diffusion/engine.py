@@ -341,7 +341,9 @@ class DiffusionEngine(Engine):
         self._check("ReleaseMemory")
         check_tags(PRODUCT, request.tags, [MEMORY_TAG_WEIGHTS])
         if self._update is not None:
-            raise Reason.ILLEGAL_STATE.error("a weight update is open: its end comes first")
+            raise Reason.ILLEGAL_STATE.error(
+                "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
+            )
         call.accept()
         if not self._released:
             answer = await self._control.tell("/release_memory_occupation", {}, call=call)
@@ -571,7 +573,7 @@ class DiffusionEngine(Engine):
         if self._failure is not None:
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet")
+            raise Reason.ILLEGAL_STATE.error("the engine has not started yet", next_step="Repeat the call when it has.")
         if reason := self._unsupported.get(verb):
             raise Reason.UNSUPPORTED.error(f"{verb}: {reason}", outcome=OUTCOME_SKIPPED)
 

@@ -65,7 +65,9 @@ class Upstream:
         """
         models = await self.ask("/v1/models")
         if models.status == 401:
-            raise Reason.TOKEN_INVALID.error("vLLM does not take the key", field="api_key_file")
+            raise Reason.TOKEN_INVALID.error(
+                "vLLM does not take the key", field="api_key_file", next_step="Use the key that vLLM was started with."
+            )
         paths = (await self.ask("/openapi.json")).body["paths"]
         # Adapters are listed beside their model.
         card: Mapping[str, Any] = next(entry for entry in models.body["data"] if not entry.get("parent"))

@@ -83,7 +83,9 @@ def journal_backup(settings: Settings, target: Path, file: Path | None, name: st
         elif path.exists():
             files.copy(path, draft)
         else:
-            raise Reason.JOURNAL_FAILED.error(f"journal {path}: there is no such file")
+            raise Reason.JOURNAL_FAILED.error(
+                f"journal {path}: there is no such file", next_step="Name the file of the journal."
+            )
         contents = verify(draft)
         with draft.open("rb") as written:
             os.fsync(written.fileno())

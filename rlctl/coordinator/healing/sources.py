@@ -51,7 +51,9 @@ class Sources:
             raise from_detail(slot.quarantine)
         if slot.absent:
             raise Reason.ILLEGAL_STATE.error(
-                f"{slot.name} is not there to be healed: {slot.not_routable()}", field="slots"
+                f"{slot.name} is not there to be healed: {slot.not_routable()}",
+                field="slots",
+                next_step="Start its engine again; it is then healed.",
             )
         if not needs_heal(slot):
             raise Reason.ILLEGAL_STATE.error(f"{slot.name} needs no heal", field="slots")

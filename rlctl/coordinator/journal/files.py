@@ -45,7 +45,10 @@ def check_pages(path: Path) -> None:
     except sqlite3.Error as error:
         raise failed(path, error) from error
     if findings != ["ok"]:
-        raise Reason.JOURNAL_FAILED.error(f"journal {path}: it is damaged: {'; '.join(findings)}")
+        raise Reason.JOURNAL_FAILED.error(
+            f"journal {path}: it is damaged: {'; '.join(findings)}",
+            next_step="`rlctl journal restore BACKUP` puts a backup in its place.",
+        )
 
 
 def replace(path: Path, draft: Path) -> Path | None:

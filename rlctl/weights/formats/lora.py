@@ -101,7 +101,9 @@ def targets(config: AdapterConfig, modules: Iterable[str], *, field: str) -> lis
     for target in config.target_modules:
         matches = [name for name in names if name == target or name.endswith(f".{target}")]
         if not matches:
-            raise Reason.CHECKPOINT_MISMATCH.error(f"the model has no linear layer {target!r}", field=field)
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"the model has no linear layer {target!r}", field=field, next_step="Use an adapter of this model."
+            )
         selected.update(matches)
     return sorted(selected)
 

@@ -68,6 +68,8 @@ DELTA_BYTES = 256 << 20
 TURN_S = 60.0
 """Time to wait for another publisher that renames a version into place."""
 
+FULL = "Publish a full version."
+
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *(".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".ckpt", ".tflite"),  # of other frameworks
@@ -192,7 +194,9 @@ def publish_delta(
                 declared_base.version, declared_base.sequence, combine({n: e.base_sha256 for n, e in entries.items()})
             )
             if declared_base.digest not in ("", actual_base.digest):  # no other copy of the base has these bytes
-                raise Reason.DIGEST_MISMATCH.error(f"the files of {base.path} differ from its manifest", field="base")
+                raise Reason.DIGEST_MISMATCH.error(
+                    f"the files of {base.path} differ from its manifest", field="base", next_step=FULL
+                )
             return _finish(new, place, Manifest(version, sequence, entries, base=actual_base, shards=shards))
     finally:
         old.close()
@@ -351,7 +355,9 @@ def _refuse_other_tensors(metas: list[TensorMeta], old: Checkpoint) -> None:
     mismatches = [meta.name for meta in metas if old.metas[meta.name].dtype != meta.dtype]
     if mismatches:
         raise Reason.CHECKPOINT_MISMATCH.error(
-            f"{len(mismatches)} tensors are of another dtype than in the base ({mismatches[0]})", field="weights"
+            f"{len(mismatches)} tensors are of another dtype than in the base ({mismatches[0]})",
+            field="weights",
+            next_step=FULL,
         )
 
 

@@ -44,6 +44,7 @@ from rlctl.weights.versions.slime_layout import Slime, SlimeDelta
 
 SOURCE = "source_dir"
 LOCAL = "local_checkpoint_dir"
+AGAIN = "Publish a full version, and pull again."
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,7 @@ def _chain(
                     f"{at.path} is a difference to {base.version!r} with digest {base.digest[:16]}; "
                     f"{published_base.path} has {published_base.manifest.digest[:16]}",
                     field=SOURCE,
+                    next_step=AGAIN,
                 )
             at = published_base
         elif here is not None and here.manifest.is_base_of(at.manifest):
@@ -387,7 +389,9 @@ class _Delta:
         return stored
 
     def _damaged(self, name: str, cause: str) -> RlctlError:
-        return Reason.CHECKPOINT_NOT_FOUND.error(f"{self.path}: its data of {name} is damaged: {cause}", field=SOURCE)
+        return Reason.CHECKPOINT_NOT_FOUND.error(
+            f"{self.path}: its data of {name} is damaged: {cause}", field=SOURCE, next_step=AGAIN
+        )
 
 
 class _Replay:
@@ -450,7 +454,9 @@ class _Replay:
             raise lack or Reason.CHECKPOINT_NOT_FOUND.error(f"{action}: {error}", field=SOURCE) from error
         for name, expected in entries.items():
             if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
-                raise Reason.DIGEST_MISMATCH.error(f"{path / name} does not match its checksum", field=SOURCE)
+                raise Reason.DIGEST_MISMATCH.error(
+                    f"{path / name} does not match its checksum", field=SOURCE, next_step=AGAIN
+                )
         return contents
 
     def _tensor(self, output: _Output, meta: TensorMeta) -> int:
@@ -478,6 +484,7 @@ class _Replay:
             raise Reason.DIGEST_MISMATCH.error(
                 f"{name} does not match its checksum {where}",
                 field=SOURCE,
+                next_step=AGAIN,
                 metadata={"expected": expected, "found": found},
             )
 
@@ -489,6 +496,7 @@ def _compare(found: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) ->
         raise Reason.CHECKPOINT_MISMATCH.error(
             f"{len(mismatches)} tensors are of another dtype than in {manifest.version!r} ({mismatches[0]})",
             field=SOURCE,
+            next_step=AGAIN,
         )
 
 

@@ -231,6 +231,6 @@ def test_a_sample_that_fills_the_context_has_ended_by_its_length() -> None:
 def test_a_failure_carries_the_samples() -> None:
     samples = [begin(request()), RolloutSample(request(), r.Sample(), [], (), "s")]
     error = RolloutFailed(Reason.UNREACHABLE.error("the host is down"), samples)
-    assert str(error) == "UNREACHABLE: 2 of 2 samples were cut: the host is down"
+    assert (error.reason, error.message) == (Reason.UNREACHABLE, "2 of 2 samples were cut: the host is down")
     assert error.status == "UNAVAILABLE"
     assert len(error.samples) == 2

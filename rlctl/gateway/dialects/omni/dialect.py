@@ -101,7 +101,7 @@ class _Router:
                 if call.token is None:
                     raise Reason.TOKEN_MISSING.error("an admin key is required", next_step="Authorization: Bearer KEY")
                 if not hmac.compare_digest(call.token.encode(), self._key.encode()):
-                    raise Reason.TOKEN_INVALID.error("invalid admin key")
+                    raise Reason.TOKEN_INVALID.error("invalid admin key", next_step="Use the key of the gateway.")
             return await handler(call)
 
         return answer
