@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -233,13 +234,23 @@ def test_another_key_gives_another_digest() -> None:
 
 def test_both_products_are_exact() -> None:
     generator = torch.Generator().manual_seed(5)
-    for rows, columns in ((1, 1), (1, BLOCK), (17, 3), (33, 4097)):
+    for rows, columns in ((1, 1), (1, BLOCK), (17, 3), (33, 4097), (300, 2049)):
         data = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=generator)
         keys = torch.randint(-64, 64, (columns, LANES), dtype=torch.int8, generator=generator)
         data[0], keys[:, 0], keys[:, 1] = -128, -64, 63
         right = data.to(torch.int64) @ keys.to(torch.int64)
         for product in (keyed_digest._int8_product, keyed_digest._float_product):
             assert torch.equal(product(data, keys).to(torch.int64), right)
+
+
+def test_a_cpu_without_int8_instructions_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch._int_mm(data, keys)
+
+    monkeypatch.setattr(keyed_digest, "_int8_product", slow)
+    chosen: Callable[[torch.device], object] = keyed_digest._product_on.__wrapped__
+    assert chosen(torch.device("cpu")) is keyed_digest._float_product
 
 
 @pytest.mark.parametrize("broken", ["raises", "wrong"])
