@@ -390,10 +390,10 @@ def test_parameters_that_no_loader_writes_keep_their_values() -> None:
 
 
 def test_many_tensors_and_long_dimensions() -> None:
-    count = 20_500
+    count = 600
     checkpoint = {f"t{number}": torch.full((2,), number, dtype=torch.int32) for number in range(count)}
     checkpoint["long"] = torch.arange(300_000, dtype=torch.int32).view(-1, 1)
-    weights = torch.zeros(4, 5_125, 2, dtype=torch.bfloat16)
+    weights = torch.zeros(4, 150, 2, dtype=torch.bfloat16)
     long = torch.zeros(150_000, 1, dtype=torch.bfloat16)
     engine = Rank({"w": weights, "long": long}, long=copy(long, Slice(0, 150_000, 150_000)))
     flat = weights.view(count, 2)
@@ -402,7 +402,7 @@ def test_many_tensors_and_long_dimensions() -> None:
     layout = engine.prove(checkpoint)
     assert not layout.omissions
     assert slices(layout, engine.parameters)["long"] == Slice(0, 150_000, 150_000)
-    # Base 513: 20,501 numbers have two digits, 300,000 indices three. The others are the probe and the checkpoint.
+    # Base 513: 601 numbers have two digits, 300,000 indices three. The others are the probe and the checkpoint.
     assert engine.loads == 2 + 3 + 2
 
 
