@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -341,14 +342,18 @@ async def test_nobody_waits_for_the_group_of_an_update_that_was_given_up(stage: 
 
 async def test_updates_whose_source_has_gone_do_not_hold_up_the_next_one(stage: Stage) -> None:
     gone = Source(stage)
-    request = gone.init_request(probe_only=True)
     gone.store.close()
+    held = socket.socket()  # bound and not listening: no other store gets the address
+    held.bind(("127.0.0.1", 0))
+    host, port = held.getsockname()
+    request = gone.init_request(probe_only=True, master_address=host, master_port=port)
     many = 2 * (min(32, (os.cpu_count() or 1) + 4) + 1)  # more than there are helper threads
     asked = [asyncio.create_task(stage.ranks(request, update=f"gone-{number}", within=60)) for number in range(many)]
     async with Source(stage):
         pass
     for errors in await asyncio.gather(*asked):
         assert {error.reason for error in errors if isinstance(error, RlctlError)} == {Reason.UNREACHABLE}
+    held.close()
 
 
 async def test_a_blocked_receive_is_interrupted_within_a_second(stage: Stage, new: str) -> None:
