@@ -162,14 +162,20 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpHead:
-    """The beginning of an engine's answer; without headers of the connection."""
+    """The beginning of an engine's answer.
+
+    Attributes:
+        headers: without Content-Length and headers of the connection.
+        body: the whole body, if it came with the head; None: it is to be read in pieces.
+    """
 
     status: int
     headers: Sequence[tuple[str, str]]
+    body: bytes | None = None
 
 
 class HttpExchange(abc.ABC):
-    """A request that the engine has read and not begun.
+    """A request that the engine has read and not begun. Must be closed once begun.
 
     Attributes:
         adapter: name of the adapter for the computation, or "".
@@ -180,12 +186,19 @@ class HttpExchange(abc.ABC):
     model: str = ""
 
     @abc.abstractmethod
-    def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Yield the head, then the body in pieces. Closing the iterator ends the request at the engine.
+    async def begin(self) -> HttpHead:
+        """Send the request, once, and return the head of the answer.
 
-        Raises RlctlError: before the head RID_IN_USE, STAGE_NOT_SERVING, UNREACHABLE and so on; after the head the
-        cause of an interruption.
+        Raises RlctlError: RID_IN_USE, STAGE_NOT_SERVING, UNREACHABLE and so on.
         """
+
+    @abc.abstractmethod
+    async def read(self) -> bytes:
+        """Return the next piece of the body; b"" at its end. Raises the cause of an interruption."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the request at the engine, unless the answer has ended."""
 
 
 class Engine(abc.ABC):

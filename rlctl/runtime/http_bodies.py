@@ -117,6 +117,8 @@ class Bodies:
         In a document of :data:`HUGE` bytes, prompts of token ids become :class:`rlctl.runtime.large_json.TokenIds`.
         Raises FIELD_INVALID; MESSAGE_TOO_LARGE for an excessive prompt or number of values.
         """
+        if len(data) < LARGE:
+            return parsed(data)
         if len(data) < HUGE:
             return await self.beside(len(data), lambda: parsed(data))
         async with self._parsing:
@@ -162,6 +164,9 @@ class Body:
             raise
 
     async def _read(self) -> bytes:
+        content = self._request.content
+        if content.is_eof() and content.total_bytes < LARGE:
+            return content.read_nowait()  # a small body usually comes with its head
         declared, most = self._request.content_length or 0, self._bodies.most
         # The length of a compressed body says nothing of its size.
         expected = declared if declared and "Content-Encoding" not in self._request.headers else most
@@ -181,7 +186,7 @@ class Body:
                 began += loop.time() - before
             try:
                 async with asyncio.timeout_at(began + READ_S + size / SLOWEST_BYTES_S):
-                    part = await self._request.content.readany()
+                    part = await content.readany()
             except TimeoutError:
                 failure = Reason.DEADLINE_EXCEEDED.error(
                     f"{size} bytes of the body came within {loop.time() - began:.0f} s", field="body"

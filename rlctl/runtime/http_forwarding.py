@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 MIN_VERSION = "X-RLCTL-Min-Version"
 """Request header: least sequence number of the version that may answer."""
@@ -15,7 +15,7 @@ VERSION = "X-RLCTL-Weight-Version"
 SEQUENCE = "X-RLCTL-Weight-Version-Seq"
 """Response headers: slot of the stage, and %-encoded label and sequence number of the version at the gate."""
 
-_HOP_BY_HOP = frozenset(
+HOP_BY_HOP = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
         *("te", "trailer", "transfer-encoding", "upgrade"),
@@ -23,8 +23,9 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> Iterable[tuple[str, str]]:
+def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> list[tuple[str, str]]:
     """Return the headers that a proxy passes on (RFC 9110, 7.6.1), except ``without``, in lower case."""
-    connection_headers = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    dropped = {*_HOP_BY_HOP, *connection_headers, *without}
-    return ((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    options = headers.get("Connection", "")
+    dropped = {*without, *(name.strip().lower() for name in options.split(","))} if options else without
+    pairs = ((name, name.lower(), value) for name, value in headers.items())
+    return [(name, value) for name, lower, value in pairs if lower not in dropped and lower not in HOP_BY_HOP]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import inspect
 import os
@@ -114,8 +113,10 @@ class Access:
         self._file.refresh()
         return self._file.revision
 
-    def authenticate(self, metadata: Mapping[str, Any], certificate: tls.Identity | None = None) -> Identity:
-        """Return the identity of a call, from its metadata or headers and the caller's certificate.
+    def authenticate(
+        self, metadata: Mapping[str, Any], certificate: tls.Identity | None = None, host: str = ""
+    ) -> Identity:
+        """Return the identity of a call from ``host``, from its metadata or headers and the caller's certificate.
 
         A token takes precedence over the certificate. Raises TOKEN_MISSING, TOKEN_INVALID, and SCOPE_MISSING for a
         caller that speaks for another principal without the scope ``gateway``.
@@ -126,7 +127,7 @@ class Access:
             via, principal = principal.name, self._spoken_for(principal, on_behalf_of)
         client, _, version = str(metadata.get(CLIENT, ""))[:MOST_STATED].partition("/")
         user, traceparent = str(metadata.get(USER, ""))[:MOST_STATED], valid(metadata.get(TRACEPARENT))
-        return Identity(principal, via, client, version, user, traceparent=traceparent)
+        return Identity(principal, via, client, version, user, host, traceparent)
 
     def _principal(self, metadata: Mapping[str, Any], certificate: tls.Identity | None) -> Principal:
         if not self.guards:
@@ -191,7 +192,7 @@ def admit(
     """
     identity = None
     try:
-        identity = dataclasses.replace(access.authenticate(metadata, certificate), host=host)
+        identity = access.authenticate(metadata, certificate, host)
         if (refused := refusal(identity.principal, method)) is not None:
             raise refused
     except RlctlError as error:

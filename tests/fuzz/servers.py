@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ from rlctl_vllm.requests import passing as of_vllm
 from rlctl_vllm.requests.bodies import Limits as VllmLimits
 from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
 
-from rlctl.engine import EngineConfig, HttpExchange, HttpHead, HttpRequest, HttpRoute
+from rlctl.engine import EngineConfig, HttpExchange, HttpRequest, HttpRoute
 from rlctl.ports import SystemClock
+from rlctl.runtime.http_client import Response
 from rlctl.stage.data_port.server import DataPort
 from rlctl.stage.server import StageConfig, StageServer
 from rlctl.stage.serving_state import Serving
@@ -34,11 +35,11 @@ T = TypeVar("T")
 class _Upstream:
     """An engine server with one answer."""
 
-    async def forward(
-        self, method: str, target: str, headers: Any, body: bytes
-    ) -> AsyncGenerator[HttpHead | bytes, None]:
-        yield HttpHead(200, [("Content-Type", "application/json")])
-        yield b'{"text":"x"}'
+    async def forward(self, method: str, target: str, headers: Any, body: bytes) -> Response:
+        connection: Any = None
+        response = Response(connection, "POST")
+        response.feed(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n{"text":"x"}')
+        return response
 
 
 class _EndsNothing:

@@ -4,8 +4,8 @@ Decides whether a request may be sent, translates names of models and adapters, 
 answer. The ``Reader`` of each kind of server reads the body.
 
 Imports: rlctl_servers.adapters, rlctl_servers.requests, rlctl_servers.server, rlctl_servers.updates, rlctl.engine,
-rlctl.contract.
+rlctl.runtime, rlctl.contract.
 
-Start with ``passing.py`` (``Passing.read``; ``Passing._sent`` sends the body). ``answers.py`` puts rlctl's labels of
-versions into answers.
+Start with ``passing.py`` (``Passing.read``; ``_Exchange.begin`` sends the request). ``answers.py`` puts rlctl's
+labels of versions into answers.
 """

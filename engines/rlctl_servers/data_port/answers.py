@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
-from rlctl.engine import HttpHead
 from rlctl_servers.updates.version_labels import Stamps
 
 _EVENTS = "text/event-stream"
@@ -47,31 +46,28 @@ class Labels:
         return found[0] if name == text else b'"%b":%b%b' % (found[1], found[2], orjson.dumps(name))
 
 
-async def relabelled(
-    parts: AsyncGenerator[HttpHead | bytes, None], labels: Labels
-) -> AsyncGenerator[HttpHead | bytes, None]:
-    """Yield an answer with rlctl's labels: events as they come, a JSON document whole, other content unchanged.
+class Relabelling:
+    """Puts rlctl's names into an answer. JSON and events are changed; other content stays.
 
-    Raises as :meth:`Labels.put_into`, and as ``parts``.
+    Attributes:
+        whole: the answer is a JSON document, to be read whole.
     """
-    head = await anext(parts)
-    assert isinstance(head, HttpHead)
-    kind = next((value for name, value in head.headers if name.lower() == "content-type"), "").partition(";")[0]
-    if kind == _JSON:
-        body = labels.put_into(b"".join([part async for part in parts if isinstance(part, bytes)]))
-        headers = [(name, value) for name, value in head.headers if name.lower() != "content-length"]
-        yield HttpHead(head.status, [*headers, ("Content-Length", str(len(body)))])
-        yield body
-        return
-    yield head
-    remainder = b""
-    async for part in parts:
-        assert isinstance(part, bytes)
-        if kind != _EVENTS:
-            yield part
-            continue
-        lines, end, remainder = (remainder + part).rpartition(b"\n")
-        if end:
-            yield labels.put_into(lines + end)
-    if remainder:
-        yield labels.put_into(remainder)
+
+    def __init__(self, labels: Labels, content_type: str) -> None:
+        self.whole = content_type == _JSON
+        self._labels = labels
+        self._events = content_type == _EVENTS
+        self._line = b""
+
+    def put_whole(self, body: bytes) -> bytes:
+        """Return a whole body with rlctl's names. Raises as :meth:`Labels.put_into`."""
+        return self._labels.put_into(body) if self.whole or self._events else body
+
+    def put_into(self, piece: bytes) -> bytes:
+        """Return what can be passed on after a piece: whole lines. After the last piece, b"", return the rest."""
+        if not self._events:
+            return piece
+        lines, end, self._line = (self._line + piece).rpartition(b"\n")
+        if not piece:
+            lines, self._line = self._line, b""
+        return self._labels.put_into(lines + end)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import HttpExchange, HttpHead, HttpRequest
+from rlctl.runtime.http_client import Broken, Response
 from rlctl_servers.adapters.lora_table import Held, LoraTable
-from rlctl_servers.data_port.answers import Labels, relabelled
+from rlctl_servers.data_port.answers import Labels, Relabelling
 from rlctl_servers.requests.cache_salts import salt_of
 from rlctl_servers.requests.passed_bodies import Reading, overridden
 from rlctl_servers.requests.requests import Requests
+from rlctl_servers.requests.running import PassedRequest
 from rlctl_servers.server.http import Http
 from rlctl_servers.updates.version_labels import Stamps
+
+_OF_SERVER = frozenset({"date", "server"})
+"""Headers that the stage writes itself."""
+
+T = TypeVar("T")
 
 
 class Reader(Protocol):
@@ -23,81 +31,123 @@ class Reader(Protocol):
     def read(self, request: HttpRequest) -> Reading:
         """Read a body. Raises FIELD_INVALID, and UNSUPPORTED for a body that would harm the server."""
 
-    def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
-        """Return the reading with the server's name of the adapter."""
+    def put_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> None:
+        """Put the server's name of the adapter into the reading."""
 
-    def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
-        """Return the reading with a cache salt, at routes with a salt field."""
+    def put_salt(self, request: HttpRequest, reading: Reading, salt: str) -> None:
+        """Put a cache salt into the reading, at routes with a salt field."""
 
 
+@dataclass(frozen=True)
 class Passing:
     """Passes requests on to one server."""
 
-    def __init__(self, http: Http, reader: Reader, requests: Requests, stamps: Stamps, adapters: LoraTable) -> None:
-        self._http = http
-        self._reader = reader
-        self._requests = requests
-        self._stamps = stamps
-        self._adapters = adapters
+    http: Http
+    reader: Reader
+    requests: Requests
+    stamps: Stamps
+    adapters: LoraTable
 
     def read(self, request: HttpRequest) -> HttpExchange:
         """Read a request. Raises as :meth:`Reader.read`."""
-        reading = self._reader.read(request) if request.gated else Reading()
-        answer = self._gated if request.gated else self._open
-        return _Exchange(reading, lambda: answer(request, reading))
-
-    async def _open(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        names = {adapter.name: name for name, adapter in self._adapters.by_name.items()}
-        answer = self._sent(request, reading)
-        labelled = relabelled(answer, Labels(self._stamps, names, strict=False))
-        async with aclosing(answer), aclosing(labelled):
-            async for part in labelled:
-                yield part
-
-    async def _gated(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        with self._adapters.using(reading.adapter) as adapter:
-            if adapter is not None:
-                reading = self._reader.with_adapter(request, reading, adapter)
-            # Only after the gate has admitted the request: an update may have ended while the request waited.
-            salt = salt_of(self._stamps.present, adapter.name if adapter is not None else "")
-            reading = self._reader.salted(request, reading, salt)
-            answer = self._sent(request, reading)
-            del request  # a large body is not kept during its answer
-            parts = self._requests.pass_on(reading, answer)
-            if reading.labelled:
-                parts = relabelled(parts, Labels(self._stamps, reading.names))
-            async with aclosing(parts):
-                async for part in parts:
-                    yield part
-
-    def _sent(self, request: HttpRequest, reading: Reading) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Return the answer of the server. The server gets the request when the first part is read."""
-        replaced = {name.lower() for name in reading.headers}
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in replaced}
-        body = overridden(request.body, reading.fields)
-        return _unreached(self._http.forward(request.method, request.target, {**headers, **reading.headers}, body))
-
-
-async def _unreached(parts: AsyncGenerator[HttpHead | bytes, None]) -> AsyncGenerator[HttpHead | bytes, None]:
-    """Yield the same parts. Report an unreachable server as not serving."""
-    try:
-        async with aclosing(parts):
-            async for part in parts:
-                yield part
-    except RlctlError as error:
-        if error.reason is not Reason.UNREACHABLE:
-            raise
-        raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+        return _Exchange(self, request, self.reader.read(request) if request.gated else Reading())
 
 
 class _Exchange(HttpExchange):
-    def __init__(self, reading: Reading, answer: Callable[[], AsyncGenerator[HttpHead | bytes, None]]) -> None:
+    def __init__(self, passing: Passing, request: HttpRequest, reading: Reading) -> None:
         self.adapter = reading.adapter
         self.model = reading.model
-        self._answer: Callable[[], AsyncGenerator[HttpHead | bytes, None]] | None = answer
+        self._passing = passing
+        self._request: HttpRequest | None = request
+        self._reading = reading
+        self._running: PassedRequest | None = None
+        self._response: Response | None = None
+        self._relabelling: Relabelling | None = None
+        self._ends = ExitStack()
 
-    def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Return the answer, once. See :meth:`rlctl.engine.HttpExchange.answer`."""
-        answer, self._answer = self._answer, None
-        assert answer is not None
-        return answer()
+    async def begin(self) -> HttpHead:
+        """See :meth:`rlctl.engine.HttpExchange.begin`. An answer with a length, or with names, is read whole."""
+        request, self._request = self._request, None  # a large body is not kept during its answer
+        assert request is not None
+        labels = self._prepare(request) if request.gated else self._open_labels()
+        sending = self._sent(request)
+        del request
+        body = await self._next(lambda: self._fetch(sending, labels))
+        response, relabelling = self._response, self._relabelling
+        assert response is not None
+        if body is not None and relabelling is not None:
+            body = relabelling.put_whole(body)
+        headers = [pair for pair in response.headers if pair[0].lower() not in _OF_SERVER]
+        return HttpHead(response.status, headers, body)
+
+    async def read(self) -> bytes:
+        """Return the next piece with rlctl's names."""
+        while True:
+            piece = await self._next(self._piece)
+            relabelled = self._relabelling.put_into(piece) if self._relabelling is not None else piece
+            if relabelled or not piece:
+                return relabelled
+
+    def close(self) -> None:
+        """See :meth:`rlctl.engine.HttpExchange.close`."""
+        self._ends.close()
+
+    def _prepare(self, request: HttpRequest) -> Labels | None:
+        """Register a request that the gate has admitted, and put the adapter and the salt into its reading.
+
+        An update may have ended while the request waited for the gate.
+        """
+        passing, reading = self._passing, self._reading
+        adapter = self._ends.enter_context(passing.adapters.using(reading.adapter))
+        if adapter is not None:
+            passing.reader.put_adapter(request, reading, adapter)
+        salt = salt_of(passing.stamps.present, adapter.name if adapter is not None else "")
+        passing.reader.put_salt(request, reading, salt)
+        labels = Labels(passing.stamps, reading.names) if reading.labelled else None
+        self._running = self._ends.enter_context(passing.requests.accept(reading))
+        return labels
+
+    def _open_labels(self) -> Labels:
+        names = {adapter.name: name for name, adapter in self._passing.adapters.by_name.items()}
+        return Labels(self._passing.stamps, names, strict=False)
+
+    def _sent(self, request: HttpRequest) -> Callable[[], Awaitable[Response]]:
+        """Return the call that sends the request, with the fields and headers of the reading."""
+        reading = self._reading
+        headers = list(request.headers.items())
+        if reading.headers:
+            replaced = {name.lower() for name in reading.headers}
+            headers = [pair for pair in headers if pair[0].lower() not in replaced]
+            headers += reading.headers.items()
+        method, target, body = request.method, request.target, overridden(request.body, reading.fields)
+        return lambda: self._passing.http.forward(method, target, headers, body)
+
+    async def _fetch(self, send: Callable[[], Awaitable[Response]], labels: Labels | None) -> bytes | None:
+        """Send the request and wait for its answer. Return the body, if it is to be read whole."""
+        try:
+            response = self._response = await send()
+        except RlctlError as error:
+            if error.reason is not Reason.UNREACHABLE:
+                raise
+            raise Reason.STAGE_NOT_SERVING.error(error.message) from error
+        self._ends.callback(response.close)
+        if self._running is not None:
+            self._running.begun = True
+        if labels is not None:
+            self._relabelling = Relabelling(labels, response.content_type)
+        if not response.has_length and (self._relabelling is None or not self._relabelling.whole):
+            return None
+        try:
+            return await response.read_all()
+        except Broken as error:
+            raise self._passing.http.broken(error) from error
+
+    async def _piece(self) -> bytes:
+        assert self._response is not None
+        try:
+            return await self._response.read()
+        except Broken as error:
+            raise self._passing.http.broken(error) from error
+
+    async def _next(self, read: Callable[[], Awaitable[T]]) -> T:
+        return await (read() if self._running is None else self._running.next(read))

@@ -7,6 +7,7 @@ them. See docs/cache-salts.md for the rules.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import orjson
@@ -21,7 +22,12 @@ def salt_of(version: WeightVersion, adapter: str = "") -> str:
 
     The salt is a digest: vLLM allows 128 characters, and neither "@" nor "/", which labels have.
     """
-    return _digest(orjson.dumps([version.label, version.sequence, adapter]))
+    return _salt(version.label, version.sequence, adapter)
+
+
+@functools.lru_cache(1024)
+def _salt(label: str, sequence: int, adapter: str) -> str:
+    return _digest(orjson.dumps([label, sequence, adapter]))
 
 
 def with_own(salt: str, own: object, most: int | None = None) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ MOST_BIAS = 1000.0
 """Largest logit bias. Beyond the range of float32 a probability is NaN, which ends SGLang."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reading:
     """Content of a body that decides how its request is sent.
 
@@ -41,9 +40,9 @@ class Reading:
     model: str = ""
     prepared: bool = False
     samples: int = 1
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     labelled: bool = True
 
 
@@ -59,12 +58,10 @@ def overridden(body: bytes, fields: Mapping[str, Any]) -> bytes:
     return start + comma + orjson.dumps(fields)[1:]
 
 
-def with_salt(document: object, reading: Reading, name: str, salt: str, most: int | None = None) -> Reading:
-    """Return a reading with a cache salt in the field ``name``. ``most``: see :func:`~.cache_salts.with_own`."""
-    if not isinstance(document, dict):
-        return reading
-    value = with_own(salt, document.get(name), most)
-    return dataclasses.replace(reading, fields={**reading.fields, name: value})
+def put_salt(document: object, reading: Reading, name: str, salt: str, most: int | None = None) -> None:
+    """Put a cache salt into the field ``name``. ``most``: see :func:`~.cache_salts.with_own`."""
+    if isinstance(document, dict):
+        reading.fields[name] = with_own(salt, document.get(name), most)
 
 
 def text_field(document: Mapping[str, Any], name: str) -> str:

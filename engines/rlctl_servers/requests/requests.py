@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Protocol
 
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.sampling import check_samples
-from rlctl.engine import HttpHead
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishReason, GenerateRequest, GenerateResponse, Sample
 from rlctl_servers.requests.passed_bodies import Reading
-from rlctl_servers.requests.running import ABORT_S, PassedRequest, RunningRequest, SampledRequest, aborted
+from rlctl_servers.requests.running import ABORT_S, HELD_S, PassedRequest, RunningRequest, SampledRequest
 
 ABORT_CALL_S = 25.0
 """Seconds that a server may take to answer an abort: after a thousand new requests it reacts to nothing else for
 seconds. Less than the deadline of AbortRequests.
 """
-
-HELD_S = 0.05
-"""Interval in seconds at which a request checks whether its output is still held back."""
 
 LEFT_S = 5.0
 """SGLang ends requests with a closed connection within this time (``_REQUEST_STATE_WAIT_TIMEOUT``, 4 s, 0.5.23)."""
@@ -186,28 +182,19 @@ class Requests:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._forget([rid])
 
-    async def pass_on(
-        self, reading: Reading, answer: AsyncGenerator[HttpHead | bytes, None]
-    ) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Pass a request on as it came. ``answer`` sends it and yields the head of the answer, then the body in pieces.
+    @contextmanager
+    def accept(self, reading: Reading) -> Iterator[PassedRequest]:
+        """Yield a request that is passed on as it came. At the end of the block its connection must be closed.
 
-        Closing the generator ends the request at the server. Raises RID_IN_USE, STAGE_NOT_SERVING, CANCELLED, and as
-        ``answer``.
+        Raises RID_IN_USE, STAGE_NOT_SERVING.
         """
-        running, rids = PassedRequest(reading), list(reading.rids) or [uuid.uuid4().hex]
+        running, rids = PassedRequest(reading, lambda: self._held), list(reading.rids) or [secrets.token_hex(16)]
         self._register(rids, running)
         try:
             self._dialect.admit_passed(prepared=reading.prepared)
             self._refuse_paused(reading.adapter)
-            async with aclosing(answer) as parts:
-                running.sent = True
-                while (part := await running.next(parts)) is not None:
-                    running.begun = True
-                    while self._held:
-                        if running.is_cut:
-                            raise aborted()
-                        await asyncio.sleep(HELD_S)
-                    yield part
+            running.sent = True
+            yield running
         finally:
             running.over()
             self._forget(rids)

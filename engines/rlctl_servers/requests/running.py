@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import HttpHead
 from rlctl_servers.requests.passed_bodies import Reading
+
+T = TypeVar("T")
 
 ABORT_S = 2.0
 """Seconds that an aborted request waits for its end from the server. A request held back by a pause gets no end."""
+
+HELD_S = 0.05
+"""Interval in seconds at which a request checks whether its output is still held back."""
 
 
 class RunningRequest(abc.ABC):
@@ -102,15 +107,16 @@ class PassedRequest(RunningRequest):
     Attributes:
         begun: the answer of the server has begun.
         is_cut: the request is to end.
-        waiting: limits the wait for the next part of the answer.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, is_held: Callable[[], bool]) -> None:
+        """``is_held``: the output of the server is held back."""
         super().__init__(reading.engine_rids, reading.adapter, prepared=reading.prepared, samples=reading.samples)
         self.begun = False
         self.is_cut = False
         self._is_left = False
-        self.waiting: asyncio.Timeout | None = None
+        self._is_held = is_held
+        self._waiting: asyncio.Timeout | None = None
         self._until: float | None = None
         self._over = asyncio.Event()
 
@@ -141,23 +147,29 @@ class PassedRequest(RunningRequest):
 
     def _end_wait(self, within_s: float) -> None:
         self._until = asyncio.get_running_loop().time() + within_s
-        if self.waiting is not None and not self.waiting.expired():
-            self.waiting.reschedule(self._until)
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(self._until)
 
-    async def next(self, parts: AsyncGenerator[HttpHead | bytes, None]) -> HttpHead | bytes | None:
-        """Return the next part of the answer, or None at its end.
+    async def next(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return the next part of the answer, once no output is held back.
 
         Raises CANCELLED after an abort, STAGE_NOT_SERVING before a pause.
         """
         try:
-            async with asyncio.timeout_at(self._until) as self.waiting:
-                return await anext(parts, None)
+            async with asyncio.timeout_at(self._until) as self._waiting:
+                part = await read()
         except TimeoutError:
             if self._is_left and not self.is_cut:
                 raise Reason.STAGE_NOT_SERVING.error("the server is about to be paused") from None
             raise aborted() from None
         finally:
-            self.waiting = None
+            self._waiting = None
+        self.begun = True
+        while self._is_held():
+            if self.is_cut:
+                raise aborted()
+            await asyncio.sleep(HELD_S)
+        return part
 
 
 def aborted() -> RlctlError:

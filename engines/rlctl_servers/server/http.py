@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, Mapping
+import ssl
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 from aiohttp.http_exceptions import LineTooLong
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import HttpHead
+from rlctl.runtime.http_client import Broken, Client, NotConnected, Origin, Response
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
@@ -21,8 +23,6 @@ _JSON = {"Content-Type": "application/json"}
 _DATA = b"data:"
 _DONE = b"[DONE]"
 _LINE_BYTES = 1 << 26
-_FLOW_BYTES = 1 << 16
-_OF_LINK = frozenset({"connection", "keep-alive", "transfer-encoding", "trailer", "upgrade", "date", "server"})
 _SHOWN = 200
 _KEEPALIVE_S = 2.0
 """Less than the servers' own 5 s: a call must not use a connection that is just being closed."""
@@ -68,7 +68,9 @@ class Http:
         self.url = url
         self._socket = socket
         self._keys = {False: api_key, True: admin_key}
-        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool, bool], aiohttp.ClientSession] = {}
+        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
+        self._flows: dict[asyncio.AbstractEventLoop, Client] = {}
+        self._origin, self._prefix = _origin(url, socket)
 
     async def call(
         self,
@@ -122,48 +124,30 @@ class Http:
             f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
         )
 
-    async def forward(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> AsyncGenerator[HttpHead | bytes, None]:
-        """Pass a request on, and yield the answer as it comes. Closing the generator ends the connection and the
-        request.
+    async def forward(self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes) -> Response:
+        """Pass a request on, and return the answer once it has begun. Closing the answer ends the request.
 
-        Raises as :meth:`call`, without a time limit.
+        Raises as :meth:`call`, without a time limit. Reading the answer raises :class:`Broken`; see :meth:`broken`.
         """
-        headers = {**headers, "Accept-Encoding": "identity"}
+        headers = [*headers, ("Accept-Encoding", "identity")]
         if key := self._keys[False]:
-            headers["Authorization"] = f"Bearer {key}"
+            headers.append(("Authorization", f"Bearer {key}"))
+        loop = asyncio.get_running_loop()
+        if loop not in self._flows:
+            self._flows[loop] = Client(connect_s=CONNECT_S, keep_s=_KEEPALIVE_S)
         try:
-            response = await self._forwarded(method, self.url + target, headers, body)
-            del body  # the answer may take long
-            async with response:
-                response_headers = [
-                    (name, value) for name, value in response.headers.items() if name.lower() not in _OF_LINK
-                ]
-                yield HttpHead(response.status, response_headers)
-                async for part in response.content.iter_any():
-                    yield part
-        except aiohttp.ClientError as error:
-            raise self._broken(error) from error
+            return await self._flows[loop].request(self._origin, method, self._prefix + target, headers, body)
+        except NotConnected as error:
+            raise self._unreached(error) from error
+        except Broken as error:
+            raise self.broken(error) from error
 
-    async def _forwarded(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes
-    ) -> aiohttp.ClientResponse:
-        """Send a request and return the beginning of its answer.
-
-        If a kept connection breaks, send the request once more over a new connection. uvicorn silently closes a
-        connection after an answer with a failure.
-        """
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        options: dict[str, Any] = {"headers": headers, "timeout": limit, "allow_redirects": False, "data": body or None}
-        session = self._session(flow=True)
-        try:
-            return await session.request(method, url, **options)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if isinstance(error, aiohttp.ClientConnectorError):
-                raise
-            await asyncio.sleep(0)  # the loop sees closed connections
-            return await session.request(method, url, **{**options, "headers": {**headers, "Connection": "close"}})
+    def broken(self, error: Exception) -> RlctlError:
+        """Return the error of an answer that breaks off."""
+        return Reason.LINK_LOST.error(
+            f"the connection to {self.product} at {self.url} broke: {error or type(error).__name__}",
+            outcome=OUTCOME_UNKNOWN,
+        )
 
     async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
         """POST a body and return the beginning of the answer. A body that could not be written is written again.
@@ -192,15 +176,20 @@ class Http:
         if closing:
             await asyncio.wait(closing, timeout=CONNECT_S)  # a stuck loop closes its connections later
         self._sessions.clear()
+        for loop, client in self._flows.items():
+            if loop is current_loop:
+                client.close()
+            elif loop.is_running():
+                loop.call_soon_threadsafe(client.close)
+        self._flows.clear()
 
-    def _session(self, *, once: bool = False, flow: bool = False) -> aiohttp.ClientSession:
-        """Return a session. ``once``: a new connection for each call. ``flow``: answers are read no faster than they
-        are passed on, and stay as sent.
+    def _session(self, *, once: bool = False) -> aiohttp.ClientSession:
+        """Return a session. ``once``: a new connection for each call.
 
         uvicorn silently closes the connection of an answer about a failure. A later call on that connection would have
         an unknown outcome.
         """
-        key = asyncio.get_running_loop(), once, flow
+        key = asyncio.get_running_loop(), once
         if key not in self._sessions:
             settings: dict[str, Any] = {"force_close": True} if once else {"keepalive_timeout": _KEEPALIVE_S}
             connector: aiohttp.BaseConnector
@@ -208,12 +197,7 @@ class Http:
                 connector = aiohttp.UnixConnector(self._socket, limit=0, **settings)
             else:
                 connector = aiohttp.TCPConnector(limit=0, **settings)
-            self._sessions[key] = aiohttp.ClientSession(
-                connector=connector,
-                read_bufsize=_FLOW_BYTES if flow else _LINE_BYTES,
-                auto_decompress=not flow,
-                skip_auto_headers=("User-Agent", "Content-Type") if flow else None,
-            )
+            self._sessions[key] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
         return self._sessions[key]
 
     def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
@@ -231,11 +215,20 @@ class Http:
 
     def _broken(self, error: aiohttp.ClientError) -> RlctlError:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")
-        return Reason.LINK_LOST.error(
-            f"the connection to {self.product} at {self.url} broke: {error or type(error).__name__}",
-            outcome=OUTCOME_UNKNOWN,
-        )
+            return self._unreached(error)
+        return self.broken(error)
+
+    def _unreached(self, error: Exception) -> RlctlError:
+        return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")
+
+
+def _origin(url: str, socket: str) -> tuple[Origin, str]:
+    """Return the server of a URL, and the prefix of all paths."""
+    parts = urlsplit(url)
+    secure, host = parts.scheme == "https", parts.hostname or ""
+    tls, name = (ssl.create_default_context(), host) if secure else (None, None)
+    authority = parts.netloc.rpartition("@")[2]
+    return Origin(authority, host, parts.port or (443 if secure else 80), tls, name, socket), parts.path.rstrip("/")
 
 
 def _written(body: dict[str, Any] | None) -> bytes | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import uuid
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from rlctl_servers.requests.passed_bodies import (
     check_count,
     check_number,
     check_token_ids,
+    put_salt,
     text_field,
-    with_salt,
 )
 
 from rlctl.contract.errors import Reason
@@ -103,24 +102,27 @@ class Reader:
         self._check(document, sampling)
         n = max(check_count(fields.get("n"), "n") for fields in (document, *sampling))
         reading = self._routed(request, document)
-        prepared = _has_grammar(document) or any(map(_has_grammar, sampling))
-        headers = _ALONE if document.get("stream") else {}
-        reading = dataclasses.replace(reading, prepared=prepared, headers=headers, labelled=request.path != _MESSAGES)
-        return self._identified(document, reading, _PROMPTS[request.path], n) if request.path in _PROMPTS else reading
+        reading.prepared = _has_grammar(document) or any(map(_has_grammar, sampling))
+        reading.labelled = request.path != _MESSAGES
+        if document.get("stream"):
+            reading.headers |= _ALONE
+        if request.path in _PROMPTS:
+            self._identify(document, reading, _PROMPTS[request.path], n)
+        return reading
 
-    def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
-        """Return the reading with SGLang's name of the adapter."""
-        fields = {**reading.fields, "lora_path": held.name}
-        names = {**reading.names, held.name: reading.adapter}
-        if "model" in fields:
+    def put_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> None:
+        """Put SGLang's name of the adapter into the reading."""
+        reading.fields["lora_path"] = held.name
+        reading.names[held.name] = reading.adapter
+        if "model" in reading.fields:
             assert isinstance(request.document, dict)
-            fields["model"] = f"{self._served_name}:{held.name}"
-            names[fields["model"]] = request.document["model"]
-        return dataclasses.replace(reading, fields=fields, names=names)
+            reading.fields["model"] = f"{self._served_name}:{held.name}"
+            reading.names[reading.fields["model"]] = request.document["model"]
 
-    def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
-        """Return the reading with a cache salt, at routes with a salt field."""
-        return with_salt(request.document, reading, SALT, salt) if request.path in _SALTED else reading
+    def put_salt(self, request: HttpRequest, reading: Reading, salt: str) -> None:
+        """Put a cache salt into the reading, at routes with a salt field."""
+        if request.path in _SALTED:
+            put_salt(request.document, reading, SALT, salt)
 
     def _check(self, document: Mapping[str, Any], sampling: Iterable[Mapping[str, Any]]) -> None:
         vocab_size = self._limits.vocab_size
@@ -162,8 +164,8 @@ class Reader:
         adapter = adapter or _one_of(document.get("lora_path"), "lora_path")
         return Reading(adapter=adapter, fields=fields, names=names)
 
-    def _identified(self, document: Mapping[str, Any], reading: Reading, prompts: Iterable[str], n: int) -> Reading:
-        """Return the reading with ids for an abort at SGLang.
+    def _identify(self, document: Mapping[str, Any], reading: Reading, prompts: Iterable[str], n: int) -> None:
+        """Put ids into the reading for an abort at SGLang.
 
         SGLang ends requests by the beginnings of ids. So each caller's id gets its length as a prefix: no id is then
         the beginning of a different id.
@@ -177,23 +179,17 @@ class Reader:
         )
         several = count is not None
         if not rids:
-            ids = [uuid.uuid4().hex for _ in range(count or 1)]
-            names = {}
+            ids = [secrets.token_hex(16) for _ in range(count or 1)]
         else:
             caller_ids = (
                 [f"{caller_rid}_{index}" for index in range(count or 1)] if several and len(rids) == 1 else rids
             )
             ids = [f"{len(rid)}:{rid}" for rid in caller_ids]
-            names = dict(zip(ids, caller_ids, strict=True))
-        rid_field: Any = ids if several or isinstance(caller_rid, list) else ids[0]
-        return dataclasses.replace(
-            reading,
-            rids=rids,
-            engine_rids=[] if n > 1 else ids,  # SGLang makes the ids for several samples of a prompt
-            samples=n * (count or 1),
-            fields={**reading.fields, "rid": rid_field},
-            names={**reading.names, **names},
-        )
+            reading.names.update(zip(ids, caller_ids, strict=True))
+        reading.rids = rids
+        reading.engine_rids = [] if n > 1 else ids  # SGLang makes the ids for several samples of a prompt
+        reading.samples = n * (count or 1)
+        reading.fields["rid"] = ids if several or isinstance(caller_rid, list) else ids[0]
 
 
 def _count(value: object) -> int | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import uuid
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlctl_servers.adapters.lora_table import Held, LoraTable
-from rlctl_servers.requests.passed_bodies import Reading, check_count, check_token_ids, text_field, with_salt
+from rlctl_servers.requests.passed_bodies import Reading, check_count, check_token_ids, put_salt, text_field
 
 from rlctl.contract.errors import Reason
 from rlctl.engine import HttpRequest, HttpRoute
@@ -32,8 +31,8 @@ _OPEN = (
 )
 _READS = ("/v1/models", "/version", "/metrics")
 
-_UNSALTED = frozenset({"/v2/embed"})
-"""Routes that take no cache salt."""
+_SALTED = frozenset(_GATED) - {"/v2/embed"}
+"""Routes that take a cache salt."""
 
 _CLOSED = {"kv_transfer_params": "it is between the servers of a pair"}
 _COUNTS = ("n", "best_of")
@@ -77,23 +76,23 @@ class Reader:
         if not self._limits.tokenizer:  # with a tokenizer vLLM checks the ids
             for name in _PROMPTS:
                 check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
-        resolved = self._named(text_field(document, "model"))
-        reading = dataclasses.replace(resolved, samples=samples, labelled=request.path != "/v1/messages")
-        return self._identified(request, document, reading) if request.path in _IDS else reading
+        reading = self._named(text_field(document, "model"))
+        reading.samples = samples
+        reading.labelled = request.path != "/v1/messages"
+        if request.path in _IDS:
+            self._identify(request, document, reading)
+        return reading
 
-    def with_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> Reading:
-        """Return the reading with vLLM's name of the adapter."""
+    def put_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> None:
+        """Put vLLM's name of the adapter into the reading."""
         assert isinstance(request.document, dict)
-        model = text_field(request.document, "model")
-        return dataclasses.replace(
-            reading, fields={**reading.fields, "model": held.name}, names={**reading.names, held.name: model}
-        )
+        reading.fields["model"] = held.name
+        reading.names[held.name] = text_field(request.document, "model")
 
-    def salted(self, request: HttpRequest, reading: Reading, salt: str) -> Reading:
-        """Return the reading with a cache salt, at routes that take a salt."""
-        if request.path not in _GATED or request.path in _UNSALTED:
-            return reading
-        return with_salt(request.document, reading, SALT, salt, MOST_SALT)
+    def put_salt(self, request: HttpRequest, reading: Reading, salt: str) -> None:
+        """Put a cache salt into the reading, at routes that take a salt."""
+        if request.path in _SALTED:
+            put_salt(request.document, reading, SALT, salt, MOST_SALT)
 
     def _named(self, model: str) -> Reading:
         """Resolve a model name. A loaded adapter has priority, also as "MODEL:ADAPTER"."""
@@ -107,22 +106,18 @@ class Reader:
         fields, names = {"model": self._served_name}, {self._served_name: model}
         return Reading(model="" if served else model, fields=fields, names=names)
 
-    def _identified(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> Reading:
-        """Return the reading with the ids by which vLLM can end the request."""
+    def _identify(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> None:
+        """Put the ids into the reading by which vLLM can end the request."""
         header_rid = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
         body_rid = text_field(document, "request_id")
-        rid = header_rid or body_rid or uuid.uuid4().hex
-        headers = {} if body_rid and not header_rid else {_HEADER: rid}
+        rid = header_rid or body_rid or secrets.token_hex(16)
+        if header_rid or not body_rid:
+            reading.headers[_HEADER] = rid
         engine_rid = _IDS[request.path] + rid
-        prompt = document.get("prompt")
-        engine_rids = [engine_rid]
+        reading.engine_rids = [engine_rid]
         if request.path == "/v1/completions":
+            prompt = document.get("prompt")
             prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-            engine_rids = [f"{engine_rid}-{index}" for index in range(prompts)]
-        return dataclasses.replace(
-            reading,
-            engine_rids=engine_rids,
-            samples=reading.samples * len(engine_rids),
-            headers=headers,
-            rids=[body_rid] if body_rid else [],
-        )
+            reading.engine_rids = [f"{engine_rid}-{index}" for index in range(prompts)]
+        reading.samples *= len(reading.engine_rids)
+        reading.rids = [body_rid] if body_rid else []

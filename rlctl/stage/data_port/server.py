@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, closing
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import closing
+from typing import TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -62,6 +64,7 @@ _NUMBER = re.compile(r"\d{1,18}(\.\d{1,6})?", re.ASCII)
 _PRINTABLE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 """Characters of a label, besides letters and digits, that a header carries unchanged. The rest is %-encoded."""
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -161,15 +164,9 @@ class DataPort:
 
         Raises TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING.
         """
-        identity = admit(
-            self._access,
-            Method(_route(request), (Scope.ROLLOUT,)),
-            request.headers,
-            request.remote or "",
-            self._denials,
-            http_identity(request.transport),
-        )
-        calling.set(identity)
+        method = Method(_route(request), (Scope.ROLLOUT,))
+        certificate = http_identity(request.transport) if self._tls is not None else None
+        calling.set(admit(self._access, method, request.headers, request.remote or "", self._denials, certificate))
 
     def _closed(self, request: web.Request, status: int) -> RlctlError:
         error = Reason.VERB_UNKNOWN.error(
@@ -189,10 +186,8 @@ class DataPort:
         self._serving()
         with closing(Body(request, self._bodies)) as body:
             exchange = await self._engine().exchange(await self._read(request, body, gated=False))
-            async with aclosing(exchange.answer()) as parts:
-                head = await anext(parts)
-                assert isinstance(head, HttpHead)
-                return await _answer(request, head, {}, parts)
+            with closing(exchange):
+                return await _answer(request, await exchange.begin(), {}, exchange.read)
 
     async def _gated(self, request: web.Request) -> web.StreamResponse:
         """Forward a request that the engine computes with its weights."""
@@ -201,11 +196,11 @@ class DataPort:
             exchange, serving = await self._admitted(request, await self._read(request, body, gated=True))
             ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
             try:
-                async with aclosing(exchange.answer()) as parts:
-                    head = await ongoing.next(parts)
-                    assert isinstance(head, HttpHead)
+                with closing(exchange):
+                    head = await _checked(ongoing, standing, exchange.begin)
                     body.close()  # the engine has read the body
-                    return await _answer(request, head, _version_headers(serving), _watched(ongoing, parts, standing))
+                    read = functools.partial(_checked, ongoing, standing, exchange.read)
+                    return await _answer(request, head, _version_headers(serving), read)
             finally:
                 self._ongoing.end(ongoing)
 
@@ -242,7 +237,9 @@ def _target(request: web.Request) -> str:
     """Return path and query for the engine. The path is that of the route, in canonical form."""
     route = request.match_info.route.resource
     assert route is not None
-    path = route.canonical.format_map({name: quote(value, safe="") for name, value in request.match_info.items()})
+    path = route.canonical
+    if request.match_info:
+        path = path.format_map({name: quote(value, safe="") for name, value in request.match_info.items()})
     _, mark, query = request.raw_path.partition("?")
     return path + mark + query
 
@@ -262,28 +259,24 @@ def _version_headers(serving: Serving) -> dict[str, str]:
     return {SLOT: serving.slot, VERSION: quote(version.label, safe=_PRINTABLE), SEQUENCE: str(version.sequence)}
 
 
-async def _watched(
-    ongoing: OngoingRequest, parts: AsyncGenerator[HttpHead | bytes, None], standing: Standing
-) -> AsyncGenerator[HttpHead | bytes, None]:
-    """Yield the rest of an answer. Check the gate and the caller's right before each piece."""
-    while (part := await ongoing.next(parts)) is not None:
-        standing.check()
-        yield part
+async def _checked(ongoing: OngoingRequest, standing: Standing, read: Callable[[], Awaitable[T]]) -> T:
+    """Return a part of an answer. Check the gate and the caller's right before it is passed on."""
+    part = await ongoing.within(read)
+    standing.check()
+    return part
 
 
 async def _answer(
-    request: web.Request, head: HttpHead, own: Mapping[str, str], parts: AsyncGenerator[HttpHead | bytes, None]
+    request: web.Request, head: HttpHead, own: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
 ) -> web.StreamResponse:
-    headers = [*((name, value) for name, value in head.headers if name.lower() != "content-length"), *own.items()]
-    if len(headers) < len(head.headers) + len(own):  # with a Content-Length the engine does not stream
-        content = b"".join([part async for part in parts if isinstance(part, bytes)])
-        return web.Response(status=head.status, headers=headers, body=content)
+    headers = [*head.headers, *own.items()]
+    if head.body is not None:
+        return web.Response(status=head.status, headers=headers, body=head.body)
     response = web.StreamResponse(status=head.status, headers=headers)
     await response.prepare(request)
     try:
-        async for part in parts:
-            assert isinstance(part, bytes)
-            await response.write(part)
+        while piece := await read():
+            await response.write(piece)
     except RlctlError as error:
         if response.content_type == "text/event-stream":
             await response.write(b"data: " + orjson.dumps(http_errors.body_of(without_frames(error))) + b"\n\n")

@@ -7,6 +7,6 @@ messages of a running request.
 Imports: stage.serving_state, contract, engine, ports, runtime, transport.
 
 Start with ``service.py`` (``Generation``). ``request_stream.py`` carries many requests over one stream.
-``gate_watch.py`` calls ``Serving.refuse_ongoing`` before each message (``OngoingRequest.next``), and twice a second
+``gate_watch.py`` calls ``Serving.refuse_ongoing`` before each message (``OngoingRequest.within``), and twice a second
 while the engine is silent (``Ongoing``).
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -77,7 +77,11 @@ class OngoingRequest:
         self._error: RlctlError | None = None
 
     async def next(self, parts: AsyncGenerator[T, None]) -> T | None:
-        """Return the next part of the engine's answer, or None at its end.
+        """Return the next part of the engine's answer, or None at its end. Raises as :meth:`within`."""
+        return await self.within(lambda: anext(parts, None))
+
+    async def within(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return what is read of the engine's answer, if the stage may send it.
 
         Raises DEADLINE_EXCEEDED; STAGE_NOT_SERVING if no further tokens may be sent; ENGINE_FAILED if the engine
         cancels the request without an error; and the engine's own error.
@@ -85,7 +89,7 @@ class OngoingRequest:
         if self._clock.now() >= self._deadline:
             raise _late()
         with self:
-            part = await anext(parts, None)
+            part = await read()
         self._serving().refuse_ongoing(self._clock, self.adapter)
         return part
 

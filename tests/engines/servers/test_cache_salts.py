@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from google.protobuf.struct_pb2 import Struct
+from passed_answers import answered
 from rlctl_servers.adapters.lora_table import Held, LoraTable
 from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.requests.cache_salts import salt_of, with_own
@@ -22,7 +24,8 @@ from rlctl_vllm.requests.bodies import MOST_SALT
 from rlctl_vllm.requests.bodies import Limits as VLLMLimits
 from rlctl_vllm.requests.requests import TokensInOut
 
-from rlctl.engine import HttpHead, HttpRequest
+from rlctl.engine import HttpRequest
+from rlctl.runtime.http_client import Response
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import GenerateRequest, SamplingParams, TokenIds
 from rlctl.v1.verbs_pb2 import Adapter
@@ -72,12 +75,9 @@ class Echo:
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
 
-    async def forward(
-        self, method: str, target: str, headers: Any, body: bytes
-    ) -> AsyncGenerator[HttpHead | bytes, None]:
+    async def forward(self, method: str, target: str, headers: Any, body: bytes) -> Response:
         del method, target, headers
-        yield HttpHead(200, [("Content-Type", "text/plain")])
-        yield body
+        return answered(body, "text/plain")
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         self.sent.append({"path": path, **body})
@@ -134,9 +134,14 @@ class World:
         return dict(self.http.sent[-1])
 
 
+async def whole(exchange: Any) -> bytes:
+    with contextlib.closing(exchange):
+        body: bytes = (await exchange.begin()).body
+        return body
+
+
 async def sent(exchange: Any) -> dict[str, Any]:
-    _, *parts = [part async for part in exchange.answer()]
-    body: dict[str, Any] = json.loads(b"".join(parts))
+    body: dict[str, Any] = json.loads(await whole(exchange))
     return body
 
 
@@ -177,9 +182,7 @@ async def test_the_rest_of_a_body_stays_byte_for_byte(product: str) -> None:
     world = World(product)
     body = b'{ "prompt":"\\u0031" ,"temperature":1.00}  '
     exchange = world._port.read(HttpRequest("POST", ROUTES[product], {}, body, json.loads(body)))
-    _, passed = [part async for part in exchange.answer()]
-    assert isinstance(passed, bytes)
-    assert passed.startswith(body.rstrip()[:-1])
+    assert (await whole(exchange)).startswith(body.rstrip()[:-1])
 
 
 async def test_routes_that_take_no_salt_get_none() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
+from passed_answers import Pieces, answered, once
 from passing_suite import Gate, post
 from rlctl_servers.adapters.lora_table import Held, LoraTable
 from rlctl_servers.data_port.passing import Passing
@@ -28,8 +28,9 @@ from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import Grant, Scope
-from rlctl.engine import HttpExchange, HttpHead, HttpRequest, HttpRoute
+from rlctl.engine import HttpExchange, HttpRequest, HttpRoute
 from rlctl.ports import SystemClock
+from rlctl.runtime.http_client import Response
 from rlctl.runtime.http_errors import REASON
 from rlctl.stage.data_port.server import DataPort
 from rlctl.transport import access_file
@@ -40,25 +41,15 @@ from rlctl.v1.verbs_pb2 import Adapter
 ROUTES = [HttpRoute("POST", "/generate"), HttpRoute("GET", "/v1/models/{id}", gated=False)]
 
 
-class Echo(HttpExchange):
-    """Says what the engine got."""
-
-    def __init__(self, name: str, request: HttpRequest) -> None:
-        self._text = f"{name} {request.target} {request.path} {sorted(request.headers)}"
-
-    async def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        yield HttpHead(200, [("Content-Type", "text/plain")])
-        yield self._text.encode()
-
-
 class Engine:
-    """An engine of this name."""
+    """An engine of this name. Its answers say what it got."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     async def exchange(self, request: HttpRequest) -> HttpExchange:
-        return Echo(self.name, request)
+        text = f"{self.name} {request.target} {request.path} {sorted(request.headers)}"
+        return Pieces("text/plain", once(text.encode()))
 
 
 class World:
@@ -110,14 +101,15 @@ async def test_a_token_is_asked_for_but_not_for_the_health(world: World) -> None
         assert (await post(session, world.url + "/health", None, method="GET")).status == 200
 
 
-class Endless(HttpExchange):
-    """An answer without an end."""
+async def endless() -> AsyncGenerator[bytes, None]:
+    while True:
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.01)
 
-    async def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        yield HttpHead(200, [("Content-Type", "text/event-stream")])
-        while True:
-            yield b"data: 1\n\n"
-            await asyncio.sleep(0.01)
+
+async def answers_endlessly(engine: Engine, request: HttpRequest) -> HttpExchange:
+    del engine, request
+    return Pieces("text/event-stream", endless())
 
 
 async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +118,7 @@ async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monke
     sampler = Entry("sampler", (Grant(Scope.ROLLOUT),), (TokenHash(hash_of("mine"), 0.0),))
     access_file.write(file, {"sampler": sampler})
     gate, engine = Gate("step", 7), Engine("first")
-    monkeypatch.setattr(Engine, "exchange", AsyncMock(return_value=Endless()))
+    monkeypatch.setattr(Engine, "exchange", answers_endlessly)
     port = DataPort(lambda: engine, lambda: gate.serving, SystemClock(), access_file=str(file))  # type: ignore[arg-type,return-value]
     url = f"http://{await port.start('127.0.0.1:0', ROUTES)}/generate"
     async with (
@@ -156,7 +148,7 @@ async def test_requests_beyond_the_quota_of_their_caller_are_refused_and_each_en
 
     write(2)
     gate, engine = Gate("step", 7), Engine("first")
-    monkeypatch.setattr(Engine, "exchange", AsyncMock(return_value=Endless()))
+    monkeypatch.setattr(Engine, "exchange", answers_endlessly)
     port = DataPort(lambda: engine, lambda: gate.serving, SystemClock(), access_file=str(file))  # type: ignore[arg-type,return-value]
     url = f"http://{await port.start('127.0.0.1:0', ROUTES)}"
     async with aiohttp.ClientSession(headers={"authorization": "Bearer mine"}) as session:
@@ -258,15 +250,15 @@ class Dialect:
         self.ended.append(rids)
 
 
-async def chatter() -> AsyncGenerator[HttpHead | bytes, None]:
-    yield HttpHead(200, [])
-    while True:
-        await asyncio.sleep(0.01)
-        yield b"."
+async def chatter() -> bytes:
+    await asyncio.sleep(0.01)
+    return b"."
 
 
-async def _rest_of(parts: AsyncGenerator[HttpHead | bytes, None]) -> list[HttpHead | bytes]:
-    return [part async for part in parts]
+async def accepted(requests: Requests, reading: Reading, read: Callable[[], Awaitable[bytes]]) -> bytes:
+    """Pass a request on; return the first part of the answer."""
+    with requests.accept(reading) as passed:
+        return await passed.next(read)
 
 
 async def test_a_stream_whose_end_was_asked_for_ends_though_it_goes_on_to_say_something(
@@ -274,12 +266,16 @@ async def test_a_stream_whose_end_was_asked_for_ends_though_it_goes_on_to_say_so
 ) -> None:
     monkeypatch.setattr(running, "ABORT_S", 0.2)
     requests = Requests(Dialect())  # type: ignore[arg-type]
-    parts = requests.pass_on(Reading(rids=["r"]), chatter())
-    assert isinstance(await anext(parts), HttpHead)
-    assert await requests.abort(["r"], all_of_them=False) == (1, [])
-    rest = asyncio.ensure_future(asyncio.wait_for(_rest_of(parts), 5))
-    with pytest.raises(RlctlError) as ended:
-        await rest
+    with requests.accept(Reading(rids=["r"])) as passed:
+        assert await passed.next(chatter) == b"."
+        assert await requests.abort(["r"], all_of_them=False) == (1, [])
+
+        async def rest() -> None:
+            while True:
+                await passed.next(chatter)
+
+        with pytest.raises(RlctlError) as ended:
+            await asyncio.wait_for(rest(), 5)
     assert ended.value.reason is Reason.CANCELLED
     assert not requests.active
 
@@ -309,20 +305,20 @@ async def test_a_route_that_is_added_twice_is_one(call: Any) -> None:
 async def test_nothing_is_passed_on_while_a_probe_runs() -> None:
     """The server then computes with weights that are not verified yet."""
     requests = Requests(Dialect())  # type: ignore[arg-type]
-    parts = requests.pass_on(Reading(rids=["r"]), chatter())
-    assert isinstance(await anext(parts), HttpHead)
-    requests.hold()
-    coming = asyncio.ensure_future(anext(parts))
-    await asyncio.sleep(0.2)
-    assert not coming.done()
-    requests.release()
-    assert await asyncio.wait_for(coming, 5) == b"."
-    requests.hold()
-    coming = asyncio.ensure_future(anext(parts))
-    await asyncio.sleep(0.1)
-    await requests.abort(["r"], all_of_them=False)
-    with pytest.raises(RlctlError) as ended:
-        await asyncio.wait_for(coming, 5)
+    with requests.accept(Reading(rids=["r"])) as passed:
+        assert await passed.next(chatter) == b"."
+        requests.hold()
+        coming = asyncio.ensure_future(passed.next(chatter))
+        await asyncio.sleep(0.2)
+        assert not coming.done()
+        requests.release()
+        assert await asyncio.wait_for(coming, 5) == b"."
+        requests.hold()
+        coming = asyncio.ensure_future(passed.next(chatter))
+        await asyncio.sleep(0.1)
+        await requests.abort(["r"], all_of_them=False)
+        with pytest.raises(RlctlError) as ended:
+            await asyncio.wait_for(coming, 5)
     assert ended.value.reason is Reason.CANCELLED
 
 
@@ -333,13 +329,10 @@ class Server:
         self.adapters = adapters
         self.users = -1
 
-    async def forward(
-        self, method: str, target: str, headers: Any, body: bytes
-    ) -> AsyncGenerator[HttpHead | bytes, None]:
+    async def forward(self, method: str, target: str, headers: Any, body: bytes) -> Response:
         del method, target, headers
         self.users = self.adapters.users("policy@2#1")
-        yield HttpHead(200, [("Content-Type", "application/json")])
-        yield body
+        return answered(body, "application/json")
 
 
 async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back() -> None:
@@ -351,21 +344,21 @@ async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back(
     document = {"text": "1", "lora_path": "policy", "rid": "mine"}
     exchange = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
     assert exchange.adapter == "policy"
-    head, body = [part async for part in exchange.answer()]
-    assert isinstance(head, HttpHead)
-    assert isinstance(body, bytes)
+    with closing(exchange):
+        body = (await exchange.begin()).body
+    assert body is not None
     assert b'"lora_path":"policy","rid":"4:mine","extra_key":"' in body
     assert (server.users, table.users("policy@2#1"), requests.active) == (1, 0, 0)
     table.drop("policy")
     late = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
     with pytest.raises(RlctlError) as gone:
-        await anext(late.answer())
+        await late.begin()
     assert gone.value.reason is Reason.ADAPTER_NOT_FOUND
 
 
-async def silence() -> AsyncGenerator[HttpHead | bytes, None]:
+async def silence() -> bytes:
     await asyncio.sleep(60)
-    yield HttpHead(200, [])
+    return b""
 
 
 async def test_a_request_with_a_grammar_is_left_before_a_pause_and_may_come_again(
@@ -375,8 +368,8 @@ async def test_a_request_with_a_grammar_is_left_before_a_pause_and_may_come_agai
     monkeypatch.setattr(requests_, "LEFT_S", 0.1)
     dialect = Dialect()
     requests = Requests(dialect)  # type: ignore[arg-type]
-    parts = requests.pass_on(Reading(rids=["r"], engine_rids=["r"], prepared=True), silence())
-    asking = asyncio.ensure_future(anext(parts))
+    reading = Reading(rids=["r"], engine_rids=["r"], prepared=True)
+    asking = asyncio.ensure_future(accepted(requests, reading, silence))
     await asyncio.sleep(0)
     assert not await requests.end_prepared(asyncio.get_running_loop().time())
     assert await requests.end_prepared(asyncio.get_running_loop().time() + 5)
@@ -389,8 +382,8 @@ async def test_a_request_with_a_grammar_is_left_before_a_pause_and_may_come_agai
 async def test_the_server_is_not_asked_to_end_a_request_with_a_grammar() -> None:
     dialect = Dialect()
     requests = Requests(dialect)  # type: ignore[arg-type]
-    parts = requests.pass_on(Reading(rids=["r"], engine_rids=["r"], prepared=True), silence())
-    asking = asyncio.ensure_future(anext(parts))
+    reading = Reading(rids=["r"], engine_rids=["r"], prepared=True)
+    asking = asyncio.ensure_future(accepted(requests, reading, silence))
     await asyncio.sleep(0)
     assert await requests.abort(["r"], all_of_them=False) == (1, [])
     with pytest.raises(RlctlError) as ended:
@@ -402,17 +395,16 @@ async def test_the_server_is_not_asked_to_end_a_request_with_a_grammar() -> None
 async def test_an_abort_waits_for_the_answer_of_the_server() -> None:
     """SGLang and vLLM answer it with the tokens so far."""
 
-    async def answering() -> AsyncGenerator[HttpHead | bytes, None]:
+    async def answering() -> bytes:
         await asyncio.sleep(0.2)
-        yield HttpHead(200, [])
-        yield b"aborted"
+        return b"aborted"
 
     dialect = Dialect()
     requests = Requests(dialect)  # type: ignore[arg-type]
-    coming = asyncio.ensure_future(_rest_of(requests.pass_on(Reading(rids=["r"], engine_rids=["e"]), answering())))
+    coming = asyncio.ensure_future(accepted(requests, Reading(rids=["r"], engine_rids=["e"]), answering))
     await asyncio.sleep(0)
     assert await requests.abort(["r"], all_of_them=True) == (1, [])
-    assert await coming == [HttpHead(200, []), b"aborted"]
+    assert await coming == b"aborted"
     assert dialect.ended == [None]
 
 
@@ -424,7 +416,7 @@ async def test_a_request_that_the_server_must_not_have_now_is_not_sent() -> None
 
     requests = Requests(Pausing())  # type: ignore[arg-type]
     with pytest.raises(RlctlError) as refused:
-        await anext(requests.pass_on(Reading(rids=["r"], prepared=True), chatter()))
+        await accepted(requests, Reading(rids=["r"], prepared=True), chatter)
     assert refused.value.reason is Reason.STAGE_NOT_SERVING
     assert not requests.active
 
@@ -433,12 +425,11 @@ async def test_a_batch_is_one_request_however_many_ids_it_has() -> None:
     dialect = Dialect()
     requests = Requests(dialect)  # type: ignore[arg-type]
     ids = [f"id-{index}" for index in range(2000)]
-    parts = requests.pass_on(Reading(rids=ids, engine_rids=ids, samples=2000), chatter())
-    await anext(parts)
-    assert (requests.active, requests.samples) == (1, 2000)
-    began = time.monotonic()
-    assert await requests.abort(["id-7", "other"], all_of_them=False) == (1, ["other"])
-    assert time.monotonic() - began < 1
-    assert dialect.ended == [ids]
-    await parts.aclose()
+    with requests.accept(Reading(rids=ids, engine_rids=ids, samples=2000)) as passed:
+        await passed.next(chatter)
+        assert (requests.active, requests.samples) == (1, 2000)
+        began = time.monotonic()
+        assert await requests.abort(["id-7", "other"], all_of_them=False) == (1, ["other"])
+        assert time.monotonic() - began < 1
+        assert dialect.ended == [ids]
     assert not requests.active

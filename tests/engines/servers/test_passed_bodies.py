@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rlctl_servers.data_port.answers import Labels, relabelled
+from rlctl_servers.data_port.answers import Labels, Relabelling
 from rlctl_servers.requests.passed_bodies import check_token_ids, overridden
 from rlctl_servers.updates.version_labels import Stamps
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import HttpHead
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import TokenIds
 
@@ -113,19 +111,20 @@ def test_a_version_that_is_older_or_of_somebody_else_is_no_answer(label: str) ->
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-@pytest.mark.parametrize("kind", ["application/json", "text/event-stream; charset=utf-8"])
-async def test_answers_are_relabelled_however_they_come(kind: str, size: int) -> None:
+def test_events_are_relabelled_however_they_come(size: int) -> None:
     made = stamps()
     whole = b'data: {"meta_info":{"weight_version":%b}}\n\ndata: [DONE]\n\n' % orjson.dumps(made.label)
 
-    async def parts() -> AsyncGenerator[HttpHead | bytes, None]:
-        yield HttpHead(200, [("Content-Type", kind), ("Content-Length", str(len(whole)))])
-        for start in range(0, len(whole), size):
-            yield whole[start : start + size]
+    relabelling = Relabelling(Labels(made, {}), "text/event-stream")
+    pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
+    body = b"".join(relabelling.put_into(piece) for piece in [*pieces, b""])
+    assert body == relabelling.put_whole(whole) == whole.replace(orjson.dumps(made.label), b'"step \\"2\\""')
+    assert not relabelling.put_into(b"")
 
-    head, *rest = [part async for part in relabelled(parts(), Labels(made, {}))]
-    body = b"".join(part for part in rest if isinstance(part, bytes))
-    assert body == whole.replace(orjson.dumps(made.label), b'"step \\"2\\""')
-    assert isinstance(head, HttpHead)
-    if kind == "application/json":
-        assert dict(head.headers)["Content-Length"] == str(len(body))
+
+def test_a_document_is_relabelled_whole_and_other_content_stays() -> None:
+    made = stamps()
+    document = b'{"weight_version":%b}' % orjson.dumps(made.label)
+    assert Relabelling(Labels(made, {}), "application/json").put_whole(document) == b'{"weight_version":"step \\"2\\""}'
+    other = Relabelling(Labels(made, {}), "text/plain")
+    assert other.put_whole(document) == other.put_into(document) == document

@@ -71,8 +71,8 @@ def test_sglang_gets_no_adapter_but_that_of_the_gate(
     sent = json.loads(overridden(request.body, reading.fields))
     assert (sent["lora_path"], sent.get("model")) == (None, model)
     held = Held("a@2#1", Adapter(name=adapter), 1, 1)
-    with_it = READER.with_adapter(request, reading, held)
-    sent = json.loads(overridden(request.body, with_it.fields))
+    READER.put_adapter(request, reading, held)
+    sent = json.loads(overridden(request.body, reading.fields))
     assert (sent["lora_path"], sent.get("model")) == ("a@2#1", model and "base:a@2#1")
 
 

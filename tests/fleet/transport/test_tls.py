@@ -9,7 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,13 @@ import grpc.aio
 import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from passed_answers import Pieces, once
 from updating import begin, commit, digest, join, weights, write
 from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
-from rlctl.engine import HttpExchange, HttpHead, HttpRequest, HttpRoute
+from rlctl.engine import HttpExchange, HttpRequest, HttpRoute
 from rlctl.gateway.backend.data_ports import DataPorts
 from rlctl.ports import SystemClock
 from rlctl.runtime.addresses import split
@@ -338,15 +339,9 @@ async def test_a_unix_socket_has_tls_as_every_address(authority: Authority, tmp_
         await server.stop()
 
 
-class Echo(HttpExchange):
-    async def answer(self) -> AsyncGenerator[HttpHead | bytes, None]:
-        yield HttpHead(200, [("Content-Type", "text/plain")])
-        yield b"answered"
-
-
 class Engine:
     async def exchange(self, request: HttpRequest) -> HttpExchange:
-        return Echo()
+        return Pieces("text/plain", once(b"answered"))
 
 
 async def test_a_data_port_answers_gateways_and_users_of_its_fleet(make_fleet: Callable, authority: Authority) -> None:
