@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from forking import NURSERY, standing_in
+from forking import NURSERY, SHARED, standing_in
 from hypothesis import settings
 
 from rlctl.coordinator.updates.manager import Graces
@@ -43,10 +44,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _engines_are_forked() -> Iterator[None]:
-    """Launchers inside tests fork torch engines from one process: see :mod:`tests.support.forking`."""
+def _engines_are_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Launchers fork torch engines from one process: see :mod:`tests.support.forking`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child_processes, "subprocess", standing_in())
+        patch.setenv(SHARED, NURSERY.share(tmp_path_factory.mktemp("forking") / "socket"))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support" / "launchers"), prepend=os.pathsep)
         yield
     NURSERY.close()
 

@@ -12,13 +12,23 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from forking import Forked, Nursery
+from forking import INTERPRETERS, Forked, Nursery
 
 TELLS = """
 import json, os, sys
 print(json.dumps([sys.argv[1:], os.environ["COLOUR"], "torch" in sys.modules, os.getpgid(0) == os.getpid()]))
 print("so much for that", file=sys.stderr)
 raise SystemExit(int(sys.stdin.readline()))
+"""
+
+LAUNCHES = """
+import os, subprocess, sys
+from rlctl.launch.local import child_processes
+command = [sys.executable, "-m", "rlctl", "stage", "--engine", "torch", "--device", "cpu", "--help"]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": sys.stderr, "process_group": 0}
+process = child_processes.subprocess.Popen(command, env=dict(os.environ), **pipes)
+assert process.wait(60) == 0
+print(type(process).__name__, b"--engine" in process.stdout.read())
 """
 
 
@@ -88,6 +98,13 @@ def test_what_is_read_by_imports_needs_an_interpreter_of_its_own(nursery: Nurser
         assert b"--engine" in process.stdout.read()
         process.stdin.close()
         process.stdout.close()
+
+
+@pytest.mark.parametrize(("variable", "kind"), [("OTHER", "Forked"), (INTERPRETERS, "Popen")])
+def test_launchers_in_other_processes_fork_unless_the_test_needs_interpreters(variable: str, kind: str) -> None:
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {variable: "1"}
+    done = subprocess.run([sys.executable, "-c", LAUNCHES], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [kind, "True"]
 
 
 def test_one_that_cannot_fork_is_told_of(tmp_path: Path, script: str, stderr: IO[bytes]) -> None:

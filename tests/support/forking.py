@@ -1,12 +1,12 @@
 """Engines and trainers forked from a process that has imported torch and transformers.
 
 The imports take five seconds of a core, several times the cost of most tests with an engine, and the suites start
-hundreds of engines. A launcher inside a test therefore gets its ranks from here: separate processes with the usual
-arguments, environment, standard streams and process group. Processes below a process of rlctl (``rlctl up``, ``rlctl
-demo``) start with an interpreter. So does any process that needs a different environment before its imports.
+hundreds of engines. A launcher therefore gets its ranks from here: separate processes with the usual arguments,
+environment, standard streams and process group. A launcher in another process (``rlctl up``, an actor of Ray) does so
+by :mod:`tests.support.launchers.sitecustomize`. A process that needs a different environment before its imports starts
+with an interpreter, and so do all processes of a launcher under :data:`INTERPRETERS`.
 
-Run as a program, this module is the forking process: it takes requests from a socket, and ends with the owner of the
-other end.
+Run as a program, this module is the forking process: it takes requests from sockets, and ends with its owner.
 """
 
 from __future__ import annotations
@@ -24,15 +24,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 IMPORTED = ("rlctl.cli.main", "rlctl_torch.engine", "transformers.models.qwen2.modeling_qwen2")
+ENGINES = ("sglang", "torch", "vllm")
 MODULES = ("rlctl", "other_host", "with_nccl")
 """What launchers run: rlctl, or a module of a test that changes something of rlctl's and runs it."""
 EARLY = ("HF_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
 """Prefixes of environment variables that imports read. PYTHONPATH may differ: it is for what is imported later."""
 MOST_BYTES = 1 << 18
+SHARED = "RLCTL_TESTS_FORKING"
+"""Variable with the facts of the shared forking process, for launchers in other processes."""
+INTERPRETERS = "RLCTL_TESTS_INTERPRETERS"
+"""Variable that makes a launcher in another process start interpreters."""
+AWAIT_MS = 500
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 class Forked:
@@ -102,9 +110,12 @@ class Forked:
 class Nursery:
     """The forking process, started at its first use."""
 
-    def __init__(self, program: str = __file__) -> None:
+    def __init__(self, program: str = __file__, shared: Mapping[str, Any] | None = None) -> None:
+        """``shared``: facts of a forking process of another process, by :meth:`share`; None: of this process."""
         self._program = program
-        self._env: dict[str, str] = {}
+        self._address: str | None = shared["address"] if shared else None
+        self._listener: socket.socket | None = None
+        self._env: dict[str, str] = dict(shared["environment"]) if shared else {}
         """Environment of the forking process."""
         self._lock = threading.Lock()
         self._children: dict[int, Forked] = {}
@@ -145,19 +156,51 @@ class Nursery:
             if self._awaited is not None:
                 raise RuntimeError("the process that forks is gone; it said why on the standard error")
 
+    def share(self, address: Path) -> str:
+        """Let launchers in other processes use the forking process, which their first request starts.
+
+        ``address``: path of a socket to make. Returns the value of :data:`SHARED` for their environment.
+        """
+        self._env = _own()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(address))
+        self._listener.listen()
+        threading.Thread(target=self._await, args=(self._listener,), name="shared forking", daemon=True).start()
+        early = {name: value for name, value in self._env.items() if name.startswith(EARLY)}
+        facts = {"address": str(address), "environment": early, "python": sys.executable, "namespaces": _namespaces()}
+        return json.dumps(facts)
+
     def close(self) -> None:
         """End the forking process and all its running children."""
+        if self._listener is not None:
+            self._listener.close()
         if self._socket is not None and self._process is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait()
             self._socket.close()
 
+    def _await(self, listener: socket.socket) -> None:
+        """Start the forking process at the first connection of another launcher, which that process accepts."""
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        while not any(event & select.POLLIN for _, event in poll.poll(AWAIT_MS)):
+            if listener.fileno() < 0:
+                return
+        with self._lock:
+            if self._socket is None:
+                self._start()
+
     def _start(self) -> socket.socket:
-        self._env = _own()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, self._program, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0, env=self._env)
-        theirs.close()
+        if self._address is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.connect(self._address)
+        else:
+            self._env = self._env or _own()
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sockets = [theirs.fileno(), *([self._listener.fileno()] if self._listener is not None else [])]
+            command = [sys.executable, self._program, *map(str, sockets)]
+            self._process = subprocess.Popen(command, pass_fds=sockets, process_group=0, env=self._env)
+            theirs.close()
         threading.Thread(target=self._listen, args=(self._socket,), name="forked processes", daemon=True).start()
         return self._socket
 
@@ -188,19 +231,36 @@ class Nursery:
 NURSERY = Nursery()
 
 
-def standing_in() -> SimpleNamespace:
+def standing_in(nursery: Nursery = NURSERY) -> SimpleNamespace:
     """Return the parts of the module ``subprocess`` that launchers use."""
     return SimpleNamespace(
-        Popen=NURSERY.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
+        Popen=nursery.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL
     )
 
 
+def shared() -> Nursery | None:
+    """Return what a launcher in a process of a test forks from; None in a different Python environment.
+
+    A launcher in a different namespace has a forking process of its own.
+    """
+    facts = json.loads(os.environ.get(SHARED, "null"))
+    if facts is None or facts["python"] != sys.executable or INTERPRETERS in os.environ:
+        return None
+    return Nursery(shared=facts) if facts["namespaces"] == _namespaces() else Nursery()
+
+
+def _namespaces() -> list[str]:
+    """Return what a process inherits: its namespaces, user and root directory."""
+    inherited = [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
+    return [*inherited, os.readlink("/proc/self/root"), str(os.geteuid())]
+
+
 def _torch(arguments: Sequence[str]) -> bool:
-    """Return True for a rank of the torch engine on a CPU: a process that has used a GPU must not be forked."""
+    """Return True for a rank that imports torch and has no GPU: a process that has used a GPU must not be forked."""
     if arguments[0] not in ("stage", "worker"):
         return False
     engine, device = (arguments[arguments.index(flag) + 1] for flag in ("--engine", "--device"))
-    return (engine, device) == ("torch", "cpu")
+    return engine in ENGINES and device == "cpu"
 
 
 def _own() -> dict[str, str]:
@@ -209,7 +269,7 @@ def _own() -> dict[str, str]:
 
 def main() -> None:
     """Fork at each request; in the child, become ``rlctl``."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    owner, *listeners = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     for name in IMPORTED:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -221,33 +281,51 @@ def main() -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    callers = [owner]
+    callers_of: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([control, woken], [], [])[0]
-        if woken in ready:
-            os.read(woken, 4096)
-            _reap(control)
-        if control in ready:
-            asked, streams, _, _ = socket.recv_fds(control, MOST_BYTES, 3)
-            if not asked:
-                return
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for each in (woken, wake, control.detach()):
-                    os.close(each)
-                become(json.loads(asked), streams)
-                return
-            for each in streams:
-                os.close(each)
-            control.send(json.dumps({"pid": pid}).encode())
-            control.recv(MOST_BYTES)  # the parent knows the process: its end may be reported
+        for ready in select.select([*callers, *listeners, woken], [], [])[0]:
+            if ready == woken:
+                os.read(woken, 4096)
+                _reap(callers_of)
+            elif ready in listeners:
+                callers.append(ready.accept()[0])
+            elif (asked := _request(ready)) is None:
+                if ready is owner:
+                    return
+                callers.remove(ready)
+                ready.close()
+            else:
+                pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for each in (woken, wake, *(caller.detach() for caller in (*callers, *listeners))):
+                        os.close(each)
+                    become(*asked)
+                    return
+                for stream in asked[1]:
+                    os.close(stream)
+                callers_of[pid] = ready
+                with contextlib.suppress(OSError):  # the caller has ended, and with it the standard input of its child
+                    ready.send(json.dumps({"pid": pid}).encode())
+                    ready.recv(MOST_BYTES)  # the parent knows the process: its end may be reported
 
 
-def _reap(control: socket.socket) -> None:
+def _request(caller: socket.socket) -> tuple[dict[str, Any], Sequence[int]] | None:
+    """Return a request and its standard streams; None after the caller's end."""
+    try:
+        asked, streams, _, _ = socket.recv_fds(caller, MOST_BYTES, 3)
+    except OSError:
+        return None
+    return (json.loads(asked), streams) if asked else None
+
+
+def _reap(callers_of: dict[int, socket.socket]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            control.send(json.dumps({"pid": ended[0], "status": ended[1]}).encode())
+            with contextlib.suppress(OSError):  # the caller has ended
+                callers_of.pop(ended[0]).send(json.dumps({"pid": ended[0], "status": ended[1]}).encode())
 
 
 def become(asked: dict[str, Any], streams: Sequence[int]) -> None:
