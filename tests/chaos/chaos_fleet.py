@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from forking import NURSERY
 from history import Generation, History, Token, Update
 
 from rlctl.contract.errors import RlctlError
@@ -174,12 +174,8 @@ class Trainer:
     def __init__(self, kind: str, address: str, history: History, labels: Sequence[str], deadline_s: float) -> None:
         self._history = history
         self._deadline_s = deadline_s
-        self._popen = subprocess.Popen(
-            [sys.executable, str(TRAINER), kind, address, str(deadline_s), *labels],
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
+        argv = [str(TRAINER), kind, address, str(deadline_s), *labels]
+        self._popen = NURSERY.script(argv, sys.stderr.buffer)
         self._updates: dict[str, Update] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -212,12 +208,10 @@ class Trainer:
             self._popen.kill()
             self._popen.wait()
             self._reader.join()
-            assert self._popen.stdout is not None
-            self._popen.stdout.close()
+            self._popen.close()
         return self.updates
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
         for line in self._popen.stdout:
             facts: dict[str, Any] = json.loads(line)
             if "source" in facts:

@@ -12,11 +12,10 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +125,10 @@ class Share:
 class TorchTrainer:
     """The SDK's publisher, in a trainer of two ranks, each of which sends its share."""
 
-    def __init__(self, fleet: Fleet | None, deadline_s: float, store: str = "") -> None:
-        import torch
+    def __init__(self, fleet: Fleet | None, deadline_s: float, store: str) -> None:
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
         self._deadline_s = deadline_s
-        if fleet is not None:
-            store = str(Path(tempfile.mkdtemp(prefix="rlctl-chaos-")) / "store")
-            command = [sys.executable, __file__, "source", store, *sys.argv[3:]]
-            # Its standard input ends with this process, and it with that.
-            self._source = subprocess.Popen(command, stdin=subprocess.PIPE)
-            say(source=self._source.pid)
         rank = int(fleet is None)
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
         self._rank = rank
@@ -156,7 +147,24 @@ class TorchTrainer:
         return result.operation, result.version.sequence
 
 
-KINDS: dict[str, Callable[[Fleet, float], Any]] = {"null": NullTrainer, "torch": TorchTrainer}
+def begin_source(store: str, deadline_s: float, labels: Sequence[str]) -> None:
+    """Fork the second rank, which ends with this process, and name it."""
+    import torch
+
+    torch.set_num_threads(1)
+    ends_with_parent, self_open = os.pipe()
+    if pid := os.fork():
+        os.close(ends_with_parent)
+        say(source=pid)
+        return
+    os.close(self_open)
+    os.dup2(ends_with_parent, sys.stdin.fileno())
+    end_with_parent()
+    source = TorchTrainer(None, deadline_s, store)
+    for label in labels:
+        with contextlib.suppress(rlctl.RlctlError):
+            source.update(label)
+    os._exit(0)
 
 
 def said(operation: Any, sequence: int) -> dict[str, Any]:
@@ -178,16 +186,15 @@ def say(**facts: Any) -> None:
 
 
 def main() -> None:
-    kind, address, deadline_s, *labels = sys.argv[1:]
-    if kind == "source":
-        end_with_parent()
-        source = TorchTrainer(None, float(deadline_s), store=address)
-        for label in labels:
-            with contextlib.suppress(rlctl.RlctlError):
-                source.update(label)
-        os._exit(0)
-    fleet = rlctl.connect(address)
-    trainer = KINDS[kind](fleet, float(deadline_s))
+    kind, address, limit_s, *labels = sys.argv[1:]
+    deadline_s = float(limit_s)
+    trainer: NullTrainer | TorchTrainer
+    if kind == "torch":
+        store = str(Path(tempfile.mkdtemp(prefix="rlctl-chaos-")) / "store")
+        begin_source(store, deadline_s, labels)  # before this process has threads
+        trainer = TorchTrainer(rlctl.connect(address), deadline_s, store)
+    else:
+        trainer = NullTrainer(rlctl.connect(address), deadline_s)
     for label in labels:
         say(begun=label)
         try:
