@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import sglang_models
 import vllm_file
-from native_stand_in import native_server
+from native_stand_in import native_server, plug_in
 from rlctl_servers.options import Options
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import Options as SGLangOptions
@@ -24,13 +25,26 @@ from rlctl.contract.errors import RlctlError
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 
 
+@pytest.fixture(scope="session")
+def spawning() -> dict[str, str]:
+    """The environment of a server that starts its processes with interpreters, as vLLM does on a CPU.
+
+    vLLM does not end when a forked worker is killed.
+    """
+    return {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+
 @pytest.fixture(scope="session", autouse=True)
-def vllm() -> str:
-    """The Python that vLLM is installed for."""
+def vllm(spawning: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The Python that vLLM is installed for. By default its servers fork their processes."""
     try:
-        return interpreter(Options())
+        python = interpreter(Options())
     except RlctlError as error:
         pytest.skip(f"vLLM is not installed: {error.next_step}")
+    with pytest.MonkeyPatch.context() as patch:
+        place = plug_in(tmp_path_factory.mktemp("forking") / "plug-in", "forking_in_vllm")
+        patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+        yield python
 
 
 @pytest.fixture(scope="session")
@@ -85,11 +99,14 @@ def elsewhere(vllm: str, tiny: tuple[Any, Path], place: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def solo(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
+def solo(
+    vllm: str, tiny: tuple[Any, Path], spawning: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LaunchedFleet]:
     """A fleet of one server of one rank, ``actor-0``, with room for one adapter; for all modules."""
     # With room for one, vLLM reads an adapter again whenever another one was asked for.
     options = vllm_file.options(allowed_roots=str(tmp_path_factory.getbasetemp()))
-    spec = EngineSpec("actor-0", str(tiny[1]), engine="vllm", options=options, environment=vllm_file.ENVIRONMENT)
+    environment = vllm_file.ENVIRONMENT | spawning
+    spec = EngineSpec("actor-0", str(tiny[1]), engine="vllm", options=options, environment=environment)
     with LaunchedFleet([spec], directory=tmp_path_factory.mktemp("fleet")) as up:
         yield up
 
