@@ -6,7 +6,6 @@ import hashlib
 import json
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forking import NURSERY, Forked
 from member import MUCH, VALUES
 from weights_helpers import Background, over, together
 
@@ -29,40 +29,33 @@ from rlctl.weights.tensor.tensors import TensorMeta
 
 pytestmark = pytest.mark.processes
 
-Start = Callable[..., "subprocess.Popen[str]"]
+MEMBER = Path(__file__).with_name("member.py")
+Start = Callable[..., Forked]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def run(role: str, port: int, told: str = "") -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("member.py")), role, str(port), "group"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def run(role: str, port: int, told: str = "") -> Forked:
+        process = NURSERY.script([str(MEMBER), role, str(port), "group"], sys.stderr.buffer)
         started.append(process)
-        assert process.stdin is not None
-        process.stdin.write(told)
+        process.stdin.write(told.encode())
         process.stdin.close()
-        process.stdin = None
         return process
 
     yield run
     for process in started:
         process.kill()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        process.close()
 
 
 def joined(store: GroupStore) -> WeightGroup:
     return join(store, name="group", rank=0, world_size=2, timeout_s=30, broadcast_timeout_s=600)
 
 
-def stopped_in_the_middle(start: Start, store: GroupStore) -> tuple[subprocess.Popen[str], WeightGroup, Background]:
+def stopped_in_the_middle(start: Start, store: GroupStore) -> tuple[Forked, WeightGroup, Background]:
     """A sender that was stopped while half a tensor was here, the group, and the broadcast that waits for the rest."""
     process = start("sender-of-much", store.port)
     group = joined(store)
@@ -116,8 +109,8 @@ def test_sglangs_own_ranks_receive_from_us(store: GroupStore, start: Start) -> N
     process = start("sglang-receiver", store.port)
     group = joined(store)
     group.broadcast(torch.tensor(VALUES))
-    assert process.communicate(timeout=30)[0].strip() == str(VALUES)
-    assert process.returncode == 0
+    assert process.wait(30) == 0
+    assert process.stdout.read().decode().strip() == str(VALUES)
     group.close()
 
 
@@ -177,7 +170,6 @@ def test_a_receiver_of_sglangs_making_takes_in_whole_updates_beside_ours(store: 
             timeout_s=60,
         )
         assert all(torch.equal(ours[name], tensor) for name, tensor in model.items())
-        assert process.stdout is not None
         theirs = json.loads(process.stdout.readline())
         assert theirs == {
             name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
