@@ -33,7 +33,9 @@ ENGINES = ("sglang", "torch", "vllm")
 MODULES = ("rlctl", "other_host", "with_nccl")
 """What launchers run: rlctl, or a module of a test that changes something of rlctl's and runs it."""
 EARLY = ("HF_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
-"""Prefixes of environment variables that imports read. PYTHONPATH may differ: it is for what is imported later."""
+"""Prefixes of environment variables that imports read."""
+LATE = ("PYTHONBREAKPOINT", "PYTHONPATH")
+"""Variables that may differ: Ray sets the first, and the second is for later imports."""
 MOST_BYTES = 1 << 18
 SHARED = "RLCTL_TESTS_FORKING"
 """Variable with the facts of the shared forking process, for launchers in other processes."""
@@ -131,7 +133,7 @@ class Nursery:
         env = options["env"]
         forks = (python, dash_m) == (sys.executable, "-m") and module in MODULES and _torch(arguments)
         ours = self._env or _own()
-        early = {name for name in {*env, *ours} if name.startswith(EARLY) and name != "PYTHONPATH"}
+        early = {name for name in {*env, *ours} if name.startswith(EARLY) and name not in LATE}
         if not forks or any(env.get(name) != ours.get(name) for name in early):
             return subprocess.Popen(command, **options)
         return Forked(self, [module, *arguments], options["stderr"], env)
