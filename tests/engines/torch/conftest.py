@@ -19,6 +19,16 @@ transformers_logging.disable_progress_bar()
 
 Checkpoints = Callable[..., str]
 
+ON_TWO_RANKS = {"test_torch_adapter_pauses", "test_torch_adapters", "test_torch_checker", "test_torch_disk"}
+"""Modules whose tests run on one rank only with ``--long``: what they check does not depend on the number of ranks."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are selected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and item.module.__name__ in ON_TWO_RANKS and "[tp1" in item.name:
+            item.add_marker(pytest.mark.long)
+
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
