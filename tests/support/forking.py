@@ -42,6 +42,7 @@ SHARED = "RLCTL_TESTS_FORKING"
 INTERPRETERS = "RLCTL_TESTS_INTERPRETERS"
 """Variable that makes a launcher in another process start interpreters."""
 AWAIT_MS = 500
+LONGEST_ADDRESS = 107
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
@@ -161,8 +162,11 @@ class Nursery:
     def share(self, address: Path) -> str:
         """Let launchers in other processes use the forking process, which their first request starts.
 
-        ``address``: path of a socket to make. Returns the value of :data:`SHARED` for their environment.
+        ``address``: path of a socket to make. Returns the value of :data:`SHARED` for their environment; "null", which
+        makes them start interpreters, if the path is too long for a socket.
         """
+        if len(str(address)) > LONGEST_ADDRESS:
+            return "null"
         self._env = _own()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(address))
