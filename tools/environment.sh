@@ -24,8 +24,7 @@ make_environment() {
   python=$(find_python)
   echo "Making ${VENV#"$ROOT"/} (a minute or two, once) ..." >&2
   [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV"
-  # Python compiles at the first import. pip would compile all modules of torch and Ray, most of which nobody imports.
-  "$VENV/bin/python" -m pip install --quiet --no-compile "${constraints[@]}" -e "$ROOT[$RLCTL_EXTRA]"
+  "$VENV/bin/python" -m pip install --quiet "${constraints[@]}" -e "$ROOT[$RLCTL_EXTRA]"
   echo "$wanted" >"$VENV/.rlctl-environment"
 }
 
