@@ -165,7 +165,7 @@ class Body:
 
     async def _read(self) -> bytes:
         content = self._request.content
-        if content.is_eof() and content.total_bytes < LARGE:
+        if content.is_eof() and content.total_bytes < min(LARGE, self._bodies.most + 1):
             return content.read_nowait()  # a small body usually comes with its head
         declared, most = self._request.content_length or 0, self._bodies.most
         # The length of a compressed body says nothing of its size.
