@@ -179,7 +179,8 @@ class Nursery:
     def close(self) -> None:
         """End the forking process and all its running children."""
         if self._listener is not None:
-            self._listener.close()
+            with self._lock:
+                self._listener.close()
         if self._socket is not None and self._process is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait()
@@ -193,7 +194,8 @@ class Nursery:
             if listener.fileno() < 0:
                 return
         with self._lock:
-            if self._socket is None:
+            # Once the listener is closed, another file may have its number, and may be what poll() has seen.
+            if self._socket is None and listener.fileno() >= 0:
                 self._start()
 
     def _start(self) -> socket.socket:
