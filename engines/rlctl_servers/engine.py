@@ -240,7 +240,10 @@ class ServerEngine(Engine):
                 yield part
 
     async def exchange(self, request: HttpRequest) -> HttpExchange:
-        self._check("")
+        try:
+            self._check("")
+        except RlctlError as error:  # a client or proxy tries another stage
+            raise Reason.STAGE_NOT_SERVING.error(error.message) from error
         return self._passing.read(request)
 
     async def abort(self, request: rollout_pb2.AbortRequest) -> rollout_pb2.AbortResponse:

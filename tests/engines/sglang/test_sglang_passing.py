@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rlctl_servers.adapters.lora_table import Held
 from rlctl_servers.requests.passed_bodies import overridden
+from rlctl_sglang import SGLangEngine
 from rlctl_sglang.requests.bodies import Limits
 from rlctl_sglang.requests.passing import Reader
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import HttpRequest
+from rlctl.engine import EngineConfig, HttpRequest
 from rlctl.v1.verbs_pb2 import Adapter
 
 READER = Reader(Limits(100, 512, 500), "base")
@@ -134,3 +136,17 @@ def test_requests_with_a_grammar_are_known(document: dict[str, Any], prepared: b
 @pytest.mark.parametrize(("stream", "headers"), [(True, {"Connection": "close"}), (False, {}), (None, {})])
 def test_no_request_follows_a_stream_on_its_connection(stream: bool | None, headers: dict[str, str]) -> None:
     assert read("/generate", {"text": "1", "stream": stream}).headers == headers
+
+
+@pytest.mark.parametrize("failed", [False, True])
+async def test_an_engine_that_does_not_run_sends_clients_to_another_stage(
+    tiny: tuple[Any, Path], *, failed: bool
+) -> None:
+    engine = SGLangEngine(EngineConfig(model_path=str(tiny[1])), lambda _: None)
+    if failed:
+        engine._failed(Reason.ENGINE_FAILED.error("SGLang ended with -9"))
+    with pytest.raises(RlctlError) as caught:
+        await engine.exchange(HttpRequest("POST", "/generate", {}))
+    assert (caught.value.reason, caught.value.http_status) == (Reason.STAGE_NOT_SERVING, 503)
+    assert ("SGLang ended with -9" if failed else "not started") in caught.value.message
+    await engine.stop()
