@@ -31,7 +31,8 @@ class Step:
         max_logprob_diff: largest |log probability of the engine − of the trainer| over the rollouts, each token under
             the weights of the version that the engine reports for the token.
         digests: model digest reported by each engine after the step, by slot.
-        expected: model digest of the trainer's weights.
+        expected: model digest of the trainer's weights, with the function and key of the engines' digests.
+        contents: SHA-256 model digest of the trainer's weights.
         verified: level of the update's verification, by slot.
         evidence: weakest evidence of the ranks for the digests, by slot: ``rank`` if every rank answered for itself.
         staleness: versions between the oldest trained token and the trained weights.
@@ -48,6 +49,7 @@ class Step:
     max_logprob_diff: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
     expected: str = ""
+    contents: str = ""
     verified: dict[str, str] = field(default_factory=dict)
     evidence: dict[str, str] = field(default_factory=dict)
     staleness: int = 0
@@ -74,7 +76,7 @@ class Judge:
 
     def look(self, step: Step) -> str:
         """Return the cause of the step's failure, or ""."""
-        before = self.steps[-1].expected if self.steps else ""
+        before = self.steps[-1].contents if self.steps else ""
         self.steps.append(step)
         if not step.problem:
             step.problem = self._problem(step, before)
@@ -84,7 +86,7 @@ class Judge:
         if not step.checksums_equal:
             differing_slots = [slot for slot, digest in sorted(step.digests.items()) if digest != step.expected]
             return f"weights of {', '.join(differing_slots) or 'every engine'} are not the trainer's"
-        if step.expected == before:
+        if step.contents == before:
             return "the trainer's weights did not change"
         for slot in sorted(step.digests):
             if (level := step.verified.get(slot, "none")) != LEVEL:

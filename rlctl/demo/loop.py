@@ -143,7 +143,7 @@ class _Loop:
         waited = time.perf_counter()
         step.reward = sum(r.reward for r in batch) / len(batch)
         step.max_logprob_diff = self._trainer.step(batch)
-        step.expected = model_digest(self._trainer.model)
+        step.contents = model_digest(self._trainer.model)
         if not (self._settings.sabotage == "skip-sync" and step.step == SKIPPED_STEP):
             update = self._publisher.update(self._trainer.model, version=f"step-{step.step}", decode_check=True)
             step.version = update.version.label
@@ -159,6 +159,7 @@ class _Loop:
         step.tokens_per_s = sum(len(r.output) for r in batch) / (ended - started)
         checked = self._fleet.check_weights()
         step.digests = {result.slot: result.rank_results[0].check.model_digest for result in checked.stage_results}
+        step.expected = model_digest(self._trainer.model, like=next(iter(step.digests.values())))
         step.evidence = {
             result.slot: Evidence.Name(result.evidence).removeprefix("EVIDENCE_").lower()
             for result in checked.stage_results

@@ -209,7 +209,8 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             after: resume or stay_paused.
             verify: level of verification of the bytes at the ranks: expected, replica, received or none; "" for the
                 highest level that each target reaches; probe for the probe alone.
-            digest: "" for SHA-256, or keyed: each rank digests its own parts (docs/digests.md).
+            digest: keyed: each rank digests its own parts; sha256; "" for keyed if every stage of the model computes
+                keyed digests, else sha256. An adapter and a checkpoint are digested by SHA-256 (docs/digests.md).
             probe: log probabilities of the new weights. Every target must reproduce the log probabilities before
                 serving, at every level of ``verify``.
             decode_check: every target compares decode with prefill before serving (docs/decode-check.md). None: each
@@ -290,7 +291,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                                 flush_cache=flush,
                                 after=_number(verbs_pb2.AfterUpdate, after, "after"),
                                 verify=_number(common_pb2.VerificationLevel, verify, "verify"),
-                                digest=_number(verbs_pb2.DigestFunction, digest, "digest"),
+                                digest=_number(verbs_pb2.DigestFunction, digest or "prefer_keyed", "digest"),
                                 quorum=quorum,
                                 probe=None if probe is None else probe.to_proto(),
                                 decode_check=decode_check,

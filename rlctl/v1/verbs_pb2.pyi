@@ -40,6 +40,10 @@ class _DigestFunctionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Digest
     """
     DIGEST_FUNCTION_AS_VERIFIED: _DigestFunction.ValueType  # 3
     """CheckWeights only: function and key of the stage's last verification."""
+    DIGEST_FUNCTION_PREFER_KEYED: _DigestFunction.ValueType  # 4
+    """Updates only: KEYED if every stage of the model computes keyed digests, else SHA256. SHA256 for adapters and
+    updates from disk. In a delta: the function of the base.
+    """
 
 class DigestFunction(_DigestFunction, metaclass=_DigestFunctionEnumTypeWrapper):
     """Digest functions for weights. The text of a digest shows its function: "HEX" is a SHA-256, "HEX@KEY" a keyed digest."""
@@ -56,6 +60,10 @@ Refused if a stage of the model does not compute keyed digests.
 """
 DIGEST_FUNCTION_AS_VERIFIED: DigestFunction.ValueType  # 3
 """CheckWeights only: function and key of the stage's last verification."""
+DIGEST_FUNCTION_PREFER_KEYED: DigestFunction.ValueType  # 4
+"""Updates only: KEYED if every stage of the model computes keyed digests, else SHA256. SHA256 for adapters and
+updates from disk. In a delta: the function of the base.
+"""
 Global___DigestFunction: _TypeAlias = DigestFunction  # noqa: Y015
 
 class _AfterUpdate:

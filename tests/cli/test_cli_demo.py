@@ -18,7 +18,7 @@ from rlctl.demo.show import Display, plot
 
 def step(number: int) -> Step:
     digest = f"d{number}"
-    seen = {"digests": {"a": digest}, "verified": {"a": "expected"}, "evidence": {"a": "rank"}}
+    seen = {"digests": {"a": digest}, "contents": digest, "verified": {"a": "expected"}, "evidence": {"a": "rank"}}
     return Step(number, f"step-{number}", reward=0.5, tokens_per_s=1234.0, pause_ms=41.0, expected=digest, **seen)
 
 

@@ -31,7 +31,7 @@ def update(fleet, model, path, weights):
         results = [publisher.update(weights, version=f"{path}-{number}") for number in range(2)]
     verbs = [each.verb for each in fleet.operations(page_size=500)[: -before or None]]
     return {
-        "digest": results[-1].model_digest == rlctl.model_digest(weights),
+        "digest": results[-1].model_digest == rlctl.model_digest(weights, like=results[-1].model_digest),
         "group": "InitWeightsUpdateGroup" in verbs,
         "segments": verbs.count("UpdateWeightsFromTensor"),
     }

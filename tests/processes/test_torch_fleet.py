@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from answers import of_each
+from digests import holds
 from interrupted_weights import Interrupted
 from models import Halfway, changed, greedy
 from shared_memory import mapped_by
 
-import rlctl
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo.tiny import EOS, encode, save
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
@@ -68,7 +68,7 @@ def test_an_update_reaches_every_rank_of_every_layout(
 ) -> None:
     model = changed(tiny[0], seed=1)
     result = publisher.update(model, version="one")
-    assert result.model_digest == rlctl.model_digest(model)
+    assert holds([result.model_digest], model)
     assert digests(fleet) == {result.model_digest}
     assert [len(stage.rank_results) for stage in result.operation.stage_results] == [2, 1]
     assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
@@ -83,7 +83,7 @@ def test_the_groups_of_one_update_serve_the_next(fleet: Fleet, publisher: Publis
     for number in range(3):
         model = changed(tiny[0], seed=10 + number)
         result = publisher.update(model, version=f"again-{number}")
-        assert digests(fleet) == {rlctl.model_digest(model)}
+        assert holds(digests(fleet), model)
     made = [o for o in fleet.operations(page_size=200) if o.verb == "InitWeightsUpdateGroup"]
     assert len(made) == 1
     assert fleet.status().models[0].latest == result.version
@@ -103,7 +103,7 @@ def test_small_buckets_and_pairs_give_the_same_weights(fleet: Fleet, tiny: tuple
     pairs = ((name, parameter.detach()) for name, parameter in reversed(list(model.named_parameters())))
     publisher.update(pairs, version="pairs")
     publisher.close()
-    assert digests(fleet) == {rlctl.model_digest(model)}
+    assert holds(digests(fleet), model)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "in_place, entries kept", "abort"])
@@ -152,7 +152,7 @@ def test_from_disk(fleet: Fleet, publisher: Publisher, tiny: tuple[Any, Path], t
     model = changed(tiny[0], seed=4)
     model.save_pretrained(tmp_path / "saved")
     operation = fleet.update_weights_from_disk(str(tmp_path / "saved"), version="disk")
-    assert operation.model_digest == rlctl.model_digest(model)
+    assert holds([operation.model_digest], model)
     assert digests(fleet) == {operation.model_digest}
     all_generate_like(fleet, model)
     other = changed(tiny[0], seed=5)
@@ -235,7 +235,7 @@ def test_weights_that_do_not_fit_are_refused(
     assert fleet.status().models[0].latest == version, "nothing of it is served"
     assert all(stage.routable for stage in fleet.status().stages), "nothing was paused, nothing was written"
     publisher.update(model, version="good")
-    assert digests(fleet) == {rlctl.model_digest(model)}
+    assert holds(digests(fleet), model)
     assert all(stage.routable for stage in fleet.status().stages)
 
 
@@ -258,7 +258,7 @@ def test_a_source_that_fails_leaves_no_update_open(fleet: Fleet, publisher: Publ
         publisher.update(Failing(), version="never", deadline_s=60)
     assert not fleet.status().models[0].update_id
     publisher.update(model, version="after")
-    assert digests(fleet) == {rlctl.model_digest(model)}
+    assert holds(digests(fleet), model)
 
 
 @pytest.mark.parametrize("path", ["ipc", "auto"])
@@ -268,7 +268,8 @@ def test_weights_go_through_shared_memory(fleet: Fleet, tiny: tuple[Any, Path], 
     for number in range(2):
         model = changed(tiny[0], seed=40 + number)
         result = publisher.update(model, version=f"{path}-{number}")
-        assert digests(fleet) == {rlctl.model_digest(model)} == {result.model_digest}
+        assert digests(fleet) == {result.model_digest}
+        assert holds([result.model_digest], model)
         assert {stage.verified for stage in result.operation.stage_results} == {common.VERIFICATION_LEVEL_EXPECTED}
     assert len(fleet.operations(verb="InitWeightsUpdateGroup", page_size=500)) == before, "no group was needed"
     all_generate_like(fleet, model)
@@ -294,7 +295,7 @@ def test_shared_memory_that_is_full_ends_the_update_before_anything_is_paused(
     assert all(stage.routable for stage in fleet.status().stages)
     monkeypatch.undo()
     publisher.update(model, version="room")
-    assert digests(fleet) == {rlctl.model_digest(model)}
+    assert holds(digests(fleet), model)
     publisher.close()
 
 
@@ -323,7 +324,7 @@ def test_a_failed_update_keeps_no_shared_memory(fleet: Fleet, tiny: tuple[Any, P
         assert not used & mapped_by(os.getpid()), caught.value
     model = changed(tiny[0], seed=47)
     publisher.update(model, version="memory of its own")
-    assert digests(fleet) == {rlctl.model_digest(model)}
+    assert holds(digests(fleet), model)
     publisher.close()
 
 
@@ -408,7 +409,7 @@ def test_a_trainer_in_float32_feeds_a_bfloat16_checkpoint(tiny: tuple[Any, Path]
     with LaunchedFleet(engines, directory=tmp_path / "fleet") as local, local.connect() as fleet:
         publisher = fleet.publisher("actor")
         result = publisher.update(trained, version="cast")
-        assert result.model_digest == rlctl.model_digest(rounded)
+        assert holds([result.model_digest], rounded)
         assert digests(fleet) == {result.model_digest}
         rounded.save_pretrained(tmp_path / "rounded")
         publisher.update(trained, version="read", checkpoint=str(tmp_path / "rounded"))
@@ -435,7 +436,7 @@ def test_a_rendezvous_that_never_completes_costs_its_deadline_and_nothing_else(
     assert all(stage.routable for stage in fleet.status().stages)
     model = changed(tiny[0], seed=31)
     publisher.update(model, version="met")
-    assert digests(fleet) == {rlctl.model_digest(model)}
+    assert holds(digests(fleet), model)
 
 
 def test_group_errors_are_typed_and_change_nothing(fleet: Fleet) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import sglang_models
+from digests import holds
 from models import changed, greedy, mixture_of_experts
 
-import rlctl
 from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.demo import tiny
 from rlctl.demo.tiny import encode
@@ -86,5 +86,5 @@ def test_a_swapped_pair_of_experts_is_named_with_its_rank(
             (2, names[0], True),
         ]
         result = publisher.update(model, version="whole")
-        assert result.model_digest == rlctl.model_digest(model)
+        assert holds([result.model_digest], model)
     generates_like(fleet, model)

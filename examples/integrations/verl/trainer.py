@@ -48,9 +48,9 @@ class Actor(DetachActorWorker):
         super().init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def digest(self) -> str:
-        """Of the weights that it has now."""
-        return rlctl.model_digest(self.actor.engine.get_per_tensor_param()[0])
+    def digest(self, like: str) -> str:
+        """Return the model digest of the present weights, with the function and key of a digest."""
+        return rlctl.model_digest(self.actor.engine.get_per_tensor_param()[0], like=like)
 
 
 def configuration(arguments: argparse.Namespace) -> DictConfig:
@@ -150,9 +150,9 @@ def main() -> None:
             metrics = manager.update_weights(global_steps=step)
             checked = fleet.check_weights().stage_results
             held = {rank.check.model_digest for stage in checked for rank in stage.rank_results}
-            wanted = set(actor.digest())
-            if held != wanted:
-                raise SystemExit(f"step {step}: the engines hold {held}, not {wanted}")
+            sent = set(actor.digest(next(iter(held))))
+            if held != sent:
+                raise SystemExit(f"step {step}: the engines hold {held}, not {sent}")
             outputs = asyncio.run(generate(client))
             told = {
                 "step": step,

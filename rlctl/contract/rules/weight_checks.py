@@ -42,6 +42,8 @@ def _digest_function(request: verbs_pb2.CheckWeightsRequest) -> None:
         raise Reason.FIELD_CONFLICT.error(
             "AS_VERIFIED takes no digest_key, expected_digest, adapter, shadow or skip_tensors", field="digest"
         )
+    if request.digest == verbs_pb2.DIGEST_FUNCTION_PREFER_KEYED:
+        raise fields.invalid("prefer_keyed is for updates only", "digest")
     if request.digest == verbs_pb2.DIGEST_FUNCTION_KEYED and not key:
         raise Reason.FIELD_REQUIRED.error("a keyed digest needs a key", field="digest_key")
     if not key and not as_verified:

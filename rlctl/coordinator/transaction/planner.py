@@ -43,6 +43,7 @@ from rlctl.v1.verbs_pb2 import (
     AFTER_UPDATE_STAY_PAUSED,
     APPLY_MODE_STAGED,
     DIGEST_FUNCTION_KEYED,
+    DIGEST_FUNCTION_PREFER_KEYED,
     DIGEST_FUNCTION_SHA256,
     DIGEST_FUNCTION_UNSPECIFIED,
     UPDATE_KIND_ADAPTER,
@@ -111,25 +112,32 @@ class Planner:
         digest.
         """
         named = request.options.digest
-        delta = request.kind == UPDATE_KIND_DELTA
-        key = versions.digest_key(model.record) if delta else self._new_key() if named == DIGEST_FUNCTION_KEYED else b""
-        function = DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256
-        if delta and named not in (DIGEST_FUNCTION_UNSPECIFIED, function):
-            raise Reason.FIELD_CONFLICT.error(
-                f"a delta is digested as its base was, {'with a key' if key else 'by SHA-256'}", field="options.digest"
-            )
+        by_sha256 = request.adapter or request.path == DATA_PATH_DISK
+        stages = [slot for slot in self._roster.slots.values() if slot.model == request.model]
+        incapable = [slot for slot in stages if not (slot.record.retired or computes_keyed_digests(slot))]
+        if request.kind == UPDATE_KIND_DELTA:
+            key = versions.digest_key(model.record)
+            function = DIGEST_FUNCTION_KEYED if key else DIGEST_FUNCTION_SHA256
+            if named not in (DIGEST_FUNCTION_UNSPECIFIED, DIGEST_FUNCTION_PREFER_KEYED, function):
+                raise Reason.FIELD_CONFLICT.error(
+                    f"a delta is digested as its base was, {'with a key' if key else 'by SHA-256'}",
+                    field="options.digest",
+                )
+        elif named == DIGEST_FUNCTION_PREFER_KEYED:
+            key = b"" if by_sha256 or incapable else self._new_key()
+        else:
+            key = self._new_key() if named == DIGEST_FUNCTION_KEYED else b""
         if not key:
             return key
-        if request.adapter or request.path == DATA_PATH_DISK:
+        if by_sha256:
             content = "an adapter" if request.adapter else "a checkpoint"
             raise Reason.UNSUPPORTED.error(f"{content} is digested by SHA-256", field="options.digest")
-        for slot in self._roster.slots.values():
-            if slot.model == request.model and not slot.record.retired and not computes_keyed_digests(slot):
-                raise Reason.UNSUPPORTED.error(
-                    f"{slot.name}'s engine computes no keyed digests",
-                    field="options.digest",
-                    next_step="Send a full update with digest=sha256, or retire the stage.",
-                )
+        if incapable:
+            raise Reason.UNSUPPORTED.error(
+                f"{incapable[0].name}'s engine computes no keyed digests",
+                field="options.digest",
+                next_step="Send a full update with digest=sha256, or retire the stage.",
+            )
         return key
 
     def targets(

@@ -9,6 +9,7 @@ from rlctl.demo.judge import Judge, Step
 
 def step(number: int, **changes: object) -> Step:
     good = {"digests": {"a": f"d{number}", "b": f"d{number}"}, "expected": f"d{number}", "max_logprob_diff": 1e-6}
+    good |= {"contents": f"c{number}"}
     good |= {"verified": {"a": "expected", "b": "expected"}, "evidence": {"a": "rank", "b": "rank"}}
     return Step(number, **(good | changes))
 
@@ -27,7 +28,7 @@ def test_good_steps_and_a_rise_pass() -> None:
     [
         ({"digests": {"a": "d2", "b": "old"}}, "weights of b are not the trainer's"),
         ({"digests": {}}, "every engine"),
-        ({"digests": {"a": "d1", "b": "d1"}, "expected": "d1"}, "did not change"),
+        ({"contents": "c1"}, "did not change"),
         ({"verified": {"a": "expected", "b": "received"}}, "b was verified at level received, not expected"),
         ({"verified": {"a": "expected"}}, "b was verified at level none, not expected"),
         ({"evidence": {"a": "engine", "b": "rank"}}, "the digest of a has evidence engine, not rank"),

@@ -28,6 +28,7 @@ from rlctl.v1.coordinator_pb2 import GetFleetRequest, HealStageRequest, ListOper
 from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK, Operation, RankResult
 
 KEYED = v.UpdateOptions(digest=v.DIGEST_FUNCTION_KEYED)
+PREFERRED = v.UpdateOptions(digest=v.DIGEST_FUNCTION_PREFER_KEYED)
 RECEIVED = common.VERIFICATION_LEVEL_RECEIVED
 AS_VERIFIED = v.CheckWeightsRequest(digest=v.DIGEST_FUNCTION_AS_VERIFIED)
 
@@ -135,7 +136,7 @@ async def test_a_stage_that_computes_none_refuses_it_before_anything_is_paused(
     assert not any(stage.report.paused for stage in (await fleet.stub.GetFleet(GetFleetRequest())).stages)
 
 
-@pytest.mark.parametrize(
+BY_SHA256 = pytest.mark.parametrize(
     "fields",
     [
         {"kind": v.UPDATE_KIND_ADAPTER, "adapter": "math", "adapter_config": v.AdapterConfig(lora_rank=1)},
@@ -143,9 +144,39 @@ async def test_a_stage_that_computes_none_refuses_it_before_anything_is_paused(
     ],
     ids=["adapter", "disk"],
 )
+
+
+@BY_SHA256
 async def test_what_is_digested_by_sha256_only_refuses_it(fleet: InProcessFleet, fields: dict[str, Any]) -> None:
     error = await refusal(begin(fleet, options=KEYED, **fields))
     assert (error.reason, error.field) == (Reason.UNSUPPORTED, "options.digest")
+
+
+async def test_a_preferred_keyed_digest_is_keyed_where_every_stage_computes_it(fleet: InProcessFleet) -> None:
+    plan = await prepared(fleet, options=PREFERRED)
+    operation = await commit(fleet, plan, keyed("w1", plan.digest_key))
+    assert (operation.state, len(key_of(operation.model_digest))) == (OPERATION_STATE_OK, 16)
+    slot = fleet.server.coordinator.roster.slots["b"]
+    slot.record.registration.capabilities.keyed_digests = False
+    assert (await begin(fleet, "w2", options=PREFERRED)).digest_key == b""
+
+
+@BY_SHA256
+async def test_a_preferred_keyed_digest_is_a_sha256_of_adapters_and_checkpoints(
+    fleet: InProcessFleet, fields: dict[str, Any]
+) -> None:
+    assert (await begin(fleet, options=PREFERRED, **fields)).digest_key == b""
+
+
+@pytest.mark.parametrize("options", [KEYED, v.UpdateOptions()], ids=["keyed", "sha256"])
+async def test_a_preferred_keyed_digest_of_a_delta_is_that_of_its_base(
+    fleet: InProcessFleet, options: v.UpdateOptions
+) -> None:
+    plan = await prepared(fleet, options=options)
+    digest_of_base = keyed("w1", plan.digest_key) if plan.digest_key else digest("w1")
+    base = await commit(fleet, plan, digest_of_base)
+    delta = await begin(fleet, "w2", kind=v.UPDATE_KIND_DELTA, base=base.weight_version, options=PREFERRED)
+    assert delta.digest_key == plan.digest_key
 
 
 async def test_a_delta_keeps_the_key_of_its_base(fleet: InProcessFleet) -> None:
@@ -284,6 +315,7 @@ async def test_a_check_against_a_keyed_digest_computes_that(fleet: InProcessFlee
         ({"digest_key": bytes(16), "digest": v.DIGEST_FUNCTION_SHA256}, Reason.FIELD_CONFLICT, "digest"),
         ({"digest_key": bytes(16), "expected_digest": "0" * 64}, Reason.FIELD_CONFLICT, "digest_key"),
         ({"digest": v.DIGEST_FUNCTION_KEYED}, Reason.FIELD_REQUIRED, "digest_key"),
+        ({"digest": v.DIGEST_FUNCTION_PREFER_KEYED}, Reason.FIELD_INVALID, "digest"),
         ({"digest_key": bytes(16), "adapter": "math"}, Reason.FIELD_CONFLICT, "adapter"),
         ({"digest_key": bytes(16), "model_digest": False}, Reason.FIELD_CONFLICT, "model_digest"),
         (

@@ -173,8 +173,11 @@ class Trainer(Caller):
             begin.base.label = self._base.label
         chance = self.sim.world.chance(f"digest of {begin.version}")
         able = all(self.sim.slots[slot].computes_keyed_digests for slot in self.fleet.models[self.model])
-        if chance.random() < (0.4 if able else 0.05):
+        drawn = chance.random()
+        if drawn < (0.1 if able else 0.05):
             begin.options.digest = verbs_pb2.DIGEST_FUNCTION_KEYED
+        elif drawn < 0.5:
+            begin.options.digest = verbs_pb2.DIGEST_FUNCTION_PREFER_KEYED
 
     async def update(self, tag: str, chance: random.Random) -> None:
         """Run an update, from its begin to its end or failure. Raises the error of the lead."""

@@ -75,7 +75,7 @@ def _rounds(setting: Setting, *, tp_size: int) -> Rounds:
         sides = {
             "bare": lambda: Sample(fleet.peers.broadcast(flat)),
             "plain": lambda: _update(fleet, "none"),
-            "verified": lambda: _update(fleet, "expected"),
+            "verified": lambda: _update(fleet, "expected", digest="sha256"),
             "keyed": lambda: _update(fleet, "expected", digest="keyed"),
             "checked": lambda: _update(fleet, "none", decode_check=True),
         }
