@@ -19,4 +19,5 @@ with rlctl.connect("127.0.0.1:5080") as fleet, fleet.publisher("actor") as publi
         result = publisher.update(model, version=f"step-{step}", pause="retract")
         print(result.version.label, f"paused {result.pause_s * 1e3:.0f} ms", result.model_digest[:12])
     held = {rank.check.model_digest for stage in fleet.check_weights().stage_results for rank in stage.rank_results}
-    assert held == {rlctl.model_digest(model, like=result.model_digest)}
+    assert held == {result.model_digest}
+    assert rlctl.has_digest(model, result.model_digest)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlctl.sdk.blocking import Fleet, connect, publisher
     from rlctl.trainer.pending_update import AsyncPending, Pending
     from rlctl.trainer.probe import Probe
-    from rlctl.trainer.publisher import AsyncPublisher, Publisher, model_digest, rolling
+    from rlctl.trainer.publisher import AsyncPublisher, Publisher, has_digest, model_digest, rolling
     from rlctl.trainer.update_progress import UpdateProgress
     from rlctl.trainer.update_result import UpdateResult
 
@@ -51,6 +51,7 @@ _HOMES = {
     "connect": "rlctl.sdk.blocking",
     "embedded": "rlctl.launch.embedded",
     "max_staleness": "rlctl.rollout.picking.admission",
+    "has_digest": "rlctl.trainer.publisher",
     "model_digest": "rlctl.trainer.publisher",
     "publisher": "rlctl.sdk.blocking",
     "rolling": "rlctl.trainer.publisher",
@@ -75,6 +76,7 @@ __all__ = [
     "aio",
     "connect",
     "embedded",
+    "has_digest",
     "max_staleness",
     "model_digest",
     "publisher",

@@ -255,7 +255,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if not isinstance(version, str):  # for example the number of a step
             raise Reason.FIELD_INVALID.error(f"version is {version!r}; it must be a text", field="version")
         refuse_unusable(progress)
-        if checkpoint and digest not in ("", "sha256"):
+        if checkpoint and digest not in ("", "sha256", "prefer_keyed"):
             raise Reason.FIELD_CONFLICT.error("a checkpoint is digested by SHA-256", field="digest")
         limit = asyncio.timeout(deadline_s + GRACE_S)
         self._state = state
@@ -291,7 +291,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                                 flush_cache=flush,
                                 after=_number(verbs_pb2.AfterUpdate, after, "after"),
                                 verify=_number(common_pb2.VerificationLevel, verify, "verify"),
-                                digest=_number(verbs_pb2.DigestFunction, digest or "prefer_keyed", "digest"),
+                                digest=_digest_function(digest, tensors=not (adapter or checkpoint)),
                                 quorum=quorum,
                                 probe=None if probe is None else probe.to_proto(),
                                 decode_check=decode_check,
@@ -506,6 +506,15 @@ def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> s
     return digest.digest()
 
 
+def has_digest(weights: Weights, digest: str, *, checkpoint: str = "") -> bool:
+    """Return whether weights have a model digest, such as ``UpdateResult.model_digest`` or that of a rank.
+
+    The digest is computed by :func:`model_digest` with the function and key of ``digest``. Raises as
+    :func:`model_digest`.
+    """
+    return bool(digest) and model_digest(weights, checkpoint=checkpoint, like=digest) == digest
+
+
 def _in_the_end(state: UpdateState, deadline_s: float) -> Operation:
     """Return the operation of an update past the deadline if the version is served. Raises DEADLINE_EXCEEDED."""
     if state.told is not None and state.told.weight_version.sequence:
@@ -563,8 +572,22 @@ def _adapter_config(
     return lora.from_peft(config, field="adapter_config", dtype=dtype_name(dtypes.pop()))
 
 
+def _digest_function(name: str, *, tensors: bool) -> Any:
+    """Return a digest function. ``tensors``: base weights are sent, which may have a keyed digest."""
+    return _number(verbs_pb2.DigestFunction, name or ("prefer_keyed" if tensors else ""), "digest")
+
+
 def _number(enum: Any, name: str, field: str) -> Any:
     return number(enum.DESCRIPTOR, name, field)
 
 
-__all__ = ["AsyncPending", "AsyncPublisher", "Pending", "Publisher", "UpdateResult", "model_digest", "rolling"]
+__all__ = [
+    "AsyncPending",
+    "AsyncPublisher",
+    "Pending",
+    "Publisher",
+    "UpdateResult",
+    "has_digest",
+    "model_digest",
+    "rolling",
+]

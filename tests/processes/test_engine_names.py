@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from digests import holds
 
+import rlctl
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.demo import tiny as demo_tiny
 from rlctl.demo.tiny import encode
@@ -69,7 +70,7 @@ def test_weights_reach_every_engine_of_the_model(fleet: Fleet, tiny: tuple[Any, 
     models = [demo_tiny.make(seed=seed) for seed in range(3)]
     models[0].save_pretrained(tmp_path / "saved")
     operation = engine.update_weights_from_disk(str(tmp_path / "saved"), weight_version="disk", keep_pause=True)
-    assert holds([operation.model_digest], models[0])
+    assert operation.model_digest == rlctl.model_digest(models[0])
     assert states(fleet) == {"actor-0": "PAUSED", "actor-1": "PAUSED"}
     fleet.continue_generation()
     for update, model in (

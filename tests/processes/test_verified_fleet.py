@@ -44,10 +44,10 @@ def levels(result: rlctl.UpdateResult) -> set[int]:
 @pytest.mark.parametrize(
     ("path", "apply", "digest"),
     [
-        ("broadcast", "in_place", ""),
+        ("broadcast", "in_place", "sha256"),
         ("ipc", "in_place", "keyed"),
         ("broadcast", "staged", "keyed"),
-        ("ipc", "staged", ""),
+        ("ipc", "staged", "sha256"),
     ],
 )
 def test_a_delta_sends_what_differs_from_its_base_and_proves_all(
@@ -66,7 +66,7 @@ def test_a_delta_sends_what_differs_from_its_base_and_proves_all(
     assert (full.tensors_sent, delta.tensors_sent) == (len(list(model.parameters())), 2)
     assert 0 < delta.bytes_sent < full.bytes_sent
     assert held(fleet) == {delta.model_digest} == {rlctl.model_digest(model, like=full.model_digest)}
-    assert ("@" in delta.model_digest) == bool(digest)
+    assert ("@" in delta.model_digest) == (digest == "keyed")
     assert levels(delta) == {common.VERIFICATION_LEVEL_EXPECTED}
     pending = publisher.update_async(model, version=f"same-{path}", base=f"delta-{path}", apply=apply)
     pending.wait_sent()
@@ -92,7 +92,7 @@ def test_each_rank_digests_what_it_takes_in_when_asked_to(fleet: Fleet, path: st
         common.VERIFICATION_LEVEL_RECEIVED
     }
     part = {name: parameter.detach() * 2 for name, parameter in list(model.named_parameters())[:3]}
-    for apply, digest in (("in_place", "keyed"), ("staged", "")):
+    for apply, digest in (("in_place", "keyed"), ("staged", "sha256")):
         result = publisher.update(
             part.items(), version=f"part-{apply}", verify="received", digest=digest, partial=True, apply=apply
         )

@@ -54,13 +54,13 @@ def test_stale_decode_shows_in_the_decode_check_only(pair: Fleet, tiny: tuple[An
     stale_decode.shows_in_the_decode_check_only(pair, "pair", tiny[0], sabotage)
 
 
-@pytest.mark.parametrize(("path", "digest"), [("ipc", ""), ("ipc", "keyed"), ("broadcast", "keyed")])
+@pytest.mark.parametrize(("path", "digest"), [("ipc", "sha256"), ("ipc", "keyed"), ("broadcast", "keyed")])
 def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: str, digest: str) -> None:
     publisher = pair.publisher("actor", trainer="test", path=path)
     try:
         model = changed(tiny[0], seed=len(path + digest))
         result = publisher.update(model, version=path + digest, digest=digest)
-        assert ("@" in result.model_digest) == bool(digest)
+        assert ("@" in result.model_digest) == (digest == "keyed")
         assert result.model_digest == rlctl.model_digest(model, like=result.model_digest)
         (stage,) = result.operation.stage_results
         assert stage.verified == common.VERIFICATION_LEVEL_EXPECTED
@@ -72,13 +72,13 @@ def test_every_rank_takes_its_part(pair: Fleet, tiny: tuple[Any, Path], path: st
 @pytest.mark.parametrize(
     ("path", "orders", "verify", "digest"),
     [
-        ("ipc", "drop:model.layers.1.mlp.down_proj.weight", "", ""),
+        ("ipc", "drop:model.layers.1.mlp.down_proj.weight", "", "sha256"),
         ("broadcast", "drop:model.layers.0.self_attn.k_proj.weight", "", "keyed"),
         ("ipc", "drop:model.layers.0.self_attn.v_proj.weight", "probe", ""),
         ("ipc", "drop:model.norm.weight", "", "keyed"),
         ("ipc", "flip:model.layers.1.self_attn.o_proj.weight", "", "keyed"),
         ("ipc", "swap:model.layers.0.mlp.gate_proj.weight,model.layers.0.mlp.up_proj.weight", "", "keyed"),
-        ("broadcast", "stale:", "", ""),
+        ("broadcast", "stale:", "", "sha256"),
     ],
     ids=["ipc", "broadcast", "probe", "replicated", "flipped bit", "swapped pair", "stale rank"],
 )

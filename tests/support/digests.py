@@ -11,4 +11,4 @@ import rlctl
 def holds(digests: Iterable[str], weights: Any, **settings: Any) -> bool:
     """Whether there are digests, and each is the model digest of the weights, by its function and key."""
     texts = list(digests)
-    return bool(texts) and all(rlctl.model_digest(weights, like=text, **settings) == text for text in texts)
+    return bool(texts) and all(rlctl.has_digest(weights, text, **settings) for text in texts)

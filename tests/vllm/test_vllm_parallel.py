@@ -97,7 +97,7 @@ def test_stale_decode_shows_in_the_decode_check_only(fleet: Fleet, tiny: tuple[A
 @pytest.mark.parametrize(
     ("path", "level", "digest"),
     [
-        ("ipc", "expected", ""),
+        ("ipc", "expected", "sha256"),
         ("broadcast", "expected", "keyed"),
         ("broadcast", "received", "keyed"),
         ("ipc", "probe", ""),
@@ -111,7 +111,7 @@ def test_every_rank_takes_its_part_and_says_what_came(
     with contextlib.closing(fleet.publisher("actor", trainer="test", path=path)) as publisher:
         result = publisher.update(model, version=f"{path} {level}", verify=level, digest=digest, **probe)
     if level == "expected":
-        assert ("@" in result.model_digest) == bool(digest)
+        assert ("@" in result.model_digest) == (digest == "keyed")
         assert result.model_digest == rlctl.model_digest(model, like=result.model_digest)
     reached = common.VerificationLevel.Value(f"VERIFICATION_LEVEL_{level.upper()}")
     assert {stage.verified for stage in result.operation.stage_results} == {reached}
@@ -148,7 +148,7 @@ def test_a_staged_update_is_received_while_requests_run(fleet: Fleet, tiny: tupl
     ("name", "rank", "digest"),
     [
         ("model.layers.1.mlp.down_proj.weight", 1, "keyed"),
-        ("model.embed_tokens.weight", 0, ""),
+        ("model.embed_tokens.weight", 0, "sha256"),
         ("model.norm.weight", 1, "keyed"),
     ],
     ids=["columns", "vocabulary", "replicated"],

@@ -16,7 +16,7 @@ EMPTY = "-"
 GAP = "  "
 UNBOUNDED = 4000
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}(?:@[0-9a-f]{32})?")
 _DIGEST_SHOWN = 12
 
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-([0-9a-f]{12})")

@@ -30,6 +30,7 @@ from rlctl.trainer.bucket_plan import digests_of
 from rlctl.trainer.lead import Leading
 from rlctl.trainer.pending_update import AsyncPending
 from rlctl.trainer.publisher import AsyncPublisher
+from rlctl.v1 import verbs_pb2
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
 from rlctl.v1.results_pb2 import (
     OPERATION_STATE_FAILED,
@@ -39,7 +40,7 @@ from rlctl.v1.results_pb2 import (
     OperationState,
 )
 from rlctl.v1.trainer_pb2 import Sent
-from rlctl.v1.update_pb2 import BeginWeightUpdateResponse, UpdateTarget
+from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, BeginWeightUpdateResponse, UpdateTarget
 from rlctl.v1.verbs_pb2 import TensorDigest
 from rlctl.weights.tensor.tensors import TensorMeta
 
@@ -494,3 +495,39 @@ async def test_a_coordinator_that_knows_no_decode_check_is_no_success(
                 decode_check=True,
             )
     assert (caught.value.reason, caught.value.field) == (Reason.VERIFICATION_UNREACHABLE, "decode_check")
+
+
+@pytest.mark.parametrize(
+    ("settings", "function"),
+    [
+        ({}, verbs_pb2.DIGEST_FUNCTION_PREFER_KEYED),
+        ({"digest": "keyed"}, verbs_pb2.DIGEST_FUNCTION_KEYED),
+        ({"digest": "sha256"}, verbs_pb2.DIGEST_FUNCTION_SHA256),
+        ({"checkpoint": "two"}, verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED),
+        (
+            {"adapter": "math", "adapter_config": {"r": 1, "target_modules": ["q_proj"]}},
+            verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED,
+        ),
+    ],
+    ids=["default", "keyed", "sha256", "checkpoint", "adapter"],
+)
+async def test_a_keyed_digest_is_preferred_for_tensors_of_the_base_weights(
+    fleet: InProcessFleet,
+    checkpoint: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    function: verbs_pb2.DigestFunction.ValueType,
+) -> None:
+    functions = []
+
+    def refuse(_: Planner, request: BeginWeightUpdateRequest, model: object) -> bytes:
+        functions.append(request.options.digest)
+        raise Reason.UNSUPPORTED.error("enough")
+
+    monkeypatch.setattr(Planner, "_digest_key", refuse)
+    if "checkpoint" in settings:
+        settings = {"checkpoint": checkpoint("two")}
+    async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
+        with pytest.raises(RlctlError, match="enough"):
+            await publisher.update([("w", torch.zeros(1))], version="two", **settings)
+    assert functions == [function]
