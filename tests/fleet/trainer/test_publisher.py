@@ -505,7 +505,7 @@ async def test_a_coordinator_that_knows_no_decode_check_is_no_success(
         ({"digest": "sha256"}, verbs_pb2.DIGEST_FUNCTION_SHA256),
         ({"checkpoint": "two"}, verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED),
         (
-            {"adapter": "math", "adapter_config": {"r": 1, "target_modules": ["q_proj"]}},
+            {"adapter": "math", "adapter_config": {"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}},
             verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED,
         ),
     ],
