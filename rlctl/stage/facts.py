@@ -303,6 +303,26 @@ class Facts:
             return key_of(self.model_digest)
         return request.digest_key or key_of(request.expected_digest)
 
+    def lacks_sha256(self, request: verbs_pb2.CheckWeightsRequest) -> bool:
+        """Whether a check is the first by SHA-256 of weights that were verified by a keyed digest.
+
+        Its digest will count for these weights, so the keyed digest has to be verified before.
+        """
+        sha256 = request.digest in (verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED, verbs_pb2.DIGEST_FUNCTION_SHA256)
+        digests_weights = not (request.shadow or (request.HasField("model_digest") and not request.model_digest))
+        whole = self.update is None and self.weights is Weights.WHOLE and _of_all(request)
+        compared = request.action in (
+            verbs_pb2.CHECK_ACTION_UNSPECIFIED,
+            verbs_pb2.CHECK_ACTION_CHECKSUM,
+            verbs_pb2.CHECK_ACTION_COMPARE,
+        )
+        return (
+            (sha256 and digests_weights and whole and compared)
+            and not self.digest_key(request)
+            and bool(key_of(self.model_digest))
+            and not self.sha256_digest
+        )
+
     def settle(
         self,
         verb: Verb,

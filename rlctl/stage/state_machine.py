@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
@@ -320,6 +321,12 @@ class Stage:
             refusal = digests.keyed_digest_refusal(self.registration.capabilities, request)
             if refusal is not None:
                 raise refusal
+            if self.facts.lacks_sha256(request):
+                proof = verbs_pb2.CheckWeightsRequest(header=request.header)
+                proof.digest = verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED
+                verified = await self._relayed(verb, proof, replace(call, command_id=f"{call.command_id}-verified"))
+                if verified.stage.outcome != OUTCOME_APPLIED:
+                    return verified
         if isinstance(request, verbs_pb2.PauseGenerationRequest):
             unpaused = adapter_identity.unpaused(self.registration.capabilities, request)
             if unpaused is not None:

@@ -223,8 +223,6 @@ async def test_what_something_else_has_written_is_found_by_either_function(
 ) -> None:
     await update(fleet)
     check = AS_VERIFIED if function == "as verified" else v.CheckWeightsRequest()
-    if function == "sha256":
-        await fleet.stub.CheckWeights(check)
     held(fleet, "another's")
     (good, bad) = (await fleet.stub.CheckWeights(check)).stage_results
     assert (good.outcome, bad.outcome) == (common.OUTCOME_APPLIED, common.OUTCOME_DIRTY)
