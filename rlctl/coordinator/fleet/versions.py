@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.adapter_identity import same
-from rlctl.contract.digests import key_of
+from rlctl.contract.digests import computes_keyed_digests, key_of
 from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.model_state import ModelState
 from rlctl.coordinator.fleet.roster import Roster
@@ -97,6 +97,11 @@ def needs_keyed_digest(roster: Roster, slot: Slot) -> bool:
     if not key or key in slot.keyed_digests or report is None or report.state in _UNUSABLE:
         return False
     return not report.weight_version.sequence and can_digest(slot) and slot.capabilities.keyed_digests
+
+
+def computes_digest(slot: Slot, digest: str) -> bool:
+    """Whether a stage computes a digest with the function of ``digest``, or computes no digests at all."""
+    return not key_of(digest) or computes_keyed_digests(slot.capabilities)
 
 
 def proven_by_key(model: ModelRecord, slot: Slot) -> bool:

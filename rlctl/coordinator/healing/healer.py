@@ -21,7 +21,7 @@ from rlctl.contract.errors import Conflict, Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged
 from rlctl.contract.scopes import calling
 from rlctl.coordinator.fleet.slot import Slot
-from rlctl.coordinator.fleet.versions import adoptable, digest_key, needs_keyed_digest, witnesses
+from rlctl.coordinator.fleet.versions import adoptable, computes_digest, digest_key, needs_keyed_digest, witnesses
 from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.healing.orphans import HEAL_MARK
 from rlctl.coordinator.healing.sources import Sources, needs_heal, unverifiable
@@ -448,7 +448,10 @@ class Healer:
         else:
             await update.ready()
             self._file(run, await update.step(UpdateWeightsFromDiskRequest(model_path=source), update.targets))
-        digest = update.model.record.model_digest or await self._digest_of_peer(update)
+        (slot,) = update.targets
+        digest = update.model.record.model_digest
+        if not digest or not computes_digest(slot, digest):
+            digest = await self._digest_of_peer(update)
         comparable = key_of(digest) == digest_key(update.model.record)
         expected = Expected(digest=digest, fingerprints=update.model.fingerprints if comparable else b"")
         await Commit(update, self._context).restore(expected)
@@ -457,7 +460,10 @@ class Healer:
         return FromPeer(update, peer, self._context)
 
     async def _digest_of_peer(self, update: Update) -> str:
-        """Return the digest of a version that was published without digest, from a witness. Raises UNHEALABLE."""
+        """Return the SHA-256 of a version from a witness. Raises UNHEALABLE.
+
+        The version was published without digest, or with a keyed digest that the healed stage does not compute.
+        """
         (slot,) = update.targets
         for witness in witnesses(self._roster, slot):
             (result,) = await self._context.fanout.run(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from rlctl.contract.adapter_identity import same
-from rlctl.contract.digests import key_of
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.contract.group_backends import BACKENDS
-from rlctl.coordinator.fleet.capabilities import adapter_travels, can_digest, unsupported
+from rlctl.coordinator.fleet.capabilities import adapter_travels, unsupported
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
-from rlctl.coordinator.fleet.versions import SOUND, at_version, lacking, witnesses
+from rlctl.coordinator.fleet.versions import SOUND, at_version, computes_digest, lacking, witnesses
 from rlctl.coordinator.healing.from_peer import alike
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.v1.common_pb2 import (
@@ -74,11 +73,12 @@ class Sources:
             )
         if not model.model_digest and not witnesses(self._roster, slot):
             raise unverifiable()
-        if key_of(model.model_digest) and can_digest(slot) and not slot.capabilities.keyed_digests:
+        if not computes_digest(slot, model.model_digest) and not witnesses(self._roster, slot):
             raise Reason.UNHEALABLE.error(
-                f"{slot.name}'s engine does not compute the keyed digest of version {model.latest.label!r}",
+                f"{slot.name}'s engine does not compute the keyed digest of version {model.latest.label!r}, and no "
+                "other stage can digest the version by SHA-256",
                 field="slots",
-                next_step="The trainer's next full update with digest=sha256 reaches the stage.",
+                next_step="The trainer's next full update reaches the stage.",
             )
         transport = TRANSPORT_DISK if isinstance(source, str) else TRANSPORT_TORCH_GLOO
         obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])

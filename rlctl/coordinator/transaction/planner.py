@@ -136,7 +136,7 @@ class Planner:
             raise Reason.UNSUPPORTED.error(
                 f"{incapable[0].name}'s engine computes no keyed digests",
                 field="options.digest",
-                next_step="Send a full update with digest=sha256, or retire the stage.",
+                next_step="Send a full update, or retire the stage.",
             )
         return key
 

@@ -17,6 +17,7 @@ from waiting import eventually
 from rlctl.contract.digests import key_of, with_key
 from rlctl.contract.errors import Reason
 from rlctl.contract.fingerprints import fingerprints
+from rlctl.coordinator.healing import sources
 from rlctl.engine import Call, EngineInfo
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
@@ -352,7 +353,7 @@ async def test_a_heal_is_verified_by_the_key_of_the_version(
         assert set(weights(fleet)) == {"w1"}
 
 
-async def test_a_heal_of_a_stage_that_computes_no_keyed_digest_says_so(
+async def test_a_stage_that_computes_no_keyed_digest_is_healed_by_the_sha256_of_another(
     make_fleet: Callable[..., Any], checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with make_fleet(a=1, b=2, heal=False) as fleet:
@@ -373,17 +374,28 @@ async def test_a_heal_of_a_stage_that_computes_no_keyed_digest_says_so(
         monkeypatch.setattr(FakeEngine, "check_weights", older)
         await restart(fleet, "a")
         await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
-        error = await refusal(fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1"))))
-        assert (error.reason, error.field) == (Reason.UNHEALABLE, "slots")
-        assert "a's engine does not compute the keyed digest of version 'w1'" in error.message
-        # One that says that it does, and answers by SHA-256.
-        for registered in (fleet.server.coordinator.roster.slots["a"].record, fleet.stages["a"]._stage):
-            registered.registration.capabilities.keyed_digests = True  # type: ignore[attr-defined]
-        healed = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w1")))
-        error = healed.stage_results[0].error
+        heal = HealStageRequest(slots=["a"], checkpoint=checkpoint("w1"))
+        registered = (fleet.server.coordinator.roster.slots["a"].record, fleet.stages["a"]._stage)
+        # One that says that it computes them, and answers by SHA-256.
+        for each in registered:
+            each.registration.capabilities.keyed_digests = True  # type: ignore[attr-defined]
+        error = (await fleet.stub.HealStage(heal)).stage_results[0].error
         assert error.reason == "VERIFICATION_UNREACHABLE"
         assert "answered with another digest function than requested" in error.message
         assert not fleet.stage("a").routable
+        for each in registered:
+            each.registration.capabilities.keyed_digests = False  # type: ignore[attr-defined]
+        with monkeypatch.context() as alone:
+            alone.setattr(sources, "witnesses", lambda *_: [])
+            error = await refusal(fleet.stub.HealStage(heal))
+        assert (error.reason, error.field) == (Reason.UNHEALABLE, "slots")
+        assert "a's engine does not compute the keyed digest of version 'w1'" in error.message
+        wrong = await fleet.stub.HealStage(HealStageRequest(slots=["a"], checkpoint=checkpoint("w2")))
+        assert wrong.stage_results[0].error.reason == "DIGEST_MISMATCH"
+        healed = await fleet.stub.HealStage(heal)
+        assert healed.state == OPERATION_STATE_OK, healed
+        assert fleet.stage("a").report.model_digest == digest("w1")
+        assert fleet.stage("a").routable
 
 
 async def test_the_key_outlives_the_coordinator(fleet: InProcessFleet) -> None:
