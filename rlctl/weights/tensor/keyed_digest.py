@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,8 +42,10 @@ LANES = 16
 _CPU_BYTES = (4 << 20, 16 << 20)
 """Bytes of a product (within the caches), and of a batch."""
 
-_DEVICE_BYTES = (256 << 20, 1 << 30)
-"""The same on other devices. Starting work there is slow, and the work is fast."""
+_DEVICE_BYTES = (64 << 20, 256 << 20)
+"""The same on other devices. Starting work there is slow, and the work is fast. A batch needs up to 0.5 GiB of memory
+beside the weights: float32 copies of a chunk in _float_product, or 400 bytes for each line of a batch.
+"""
 
 _LINE_BYTES = 512
 """Minimum bytes of memory for the sums of a row, even a short row."""
@@ -89,7 +91,7 @@ def keyed_sums(
     Args:
         key: 16 bytes.
         shards: parts of tensors, or whole tensors, on any device. The contents are cast to the full tensor's dtype.
-        stop: its cause is raised between two batches (16 MiB on a CPU, 1 GiB elsewhere).
+        stop: its cause is raised between two batches (16 MiB on a CPU, 256 MiB elsewhere).
         threads: for parts in host memory. None: usable cores divided by torch's threads.
     """
     stop = stop or Stop()
@@ -103,7 +105,7 @@ def keyed_sums(
 
         def digest(batch: Sequence[_Rows], keys: _Keys = keys) -> dict[int, Sum]:
             stop.check()
-            return _digest(keys, batch)
+            return _digest_in_memory(keys, batch)
 
         # Work for other devices is started in this thread, on its stream.
         worker_threads = threads if device.type == "cpu" else 1
@@ -180,6 +182,35 @@ def _matrices(local: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         for number, inner in enumerate(local.unbind(0)):
             for first, matrix in _matrices(inner):
                 yield number * rows + first, matrix
+
+
+def _digest_in_memory(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
+    """Digest these rows in as many pieces as the device's memory requires. Raises OutOfMemoryError for a single row."""
+    try:
+        return _digest(keys, batch)
+    except torch.OutOfMemoryError:
+        halves = _halves(batch)
+        if not halves:
+            raise
+    # Outside of the handler, whose traceback holds the tensors of the failed try.
+    sums: dict[int, Sum] = {}
+    for half in halves:
+        for index, part in _digest_in_memory(keys, half).items():
+            sums[index] = sums.get(index, Sum()) + part
+    return sums
+
+
+def _halves(batch: Sequence[_Rows]) -> list[Sequence[_Rows]]:
+    """Split a batch in two by entries, a single entry by rows. []: the batch is a single row."""
+    middle = len(batch) // 2
+    if middle:
+        return [batch[:middle], batch[middle:]]
+    (rows,) = batch
+    middle = len(rows.held) // 2
+    if not middle:
+        return []
+    rest = replace(rows, start=rows.start + middle, held=rows.held[middle:])
+    return [[replace(rows, held=rows.held[:middle])], [rest]]
 
 
 def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:

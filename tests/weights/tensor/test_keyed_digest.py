@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -154,6 +154,34 @@ def test_many_tensors_are_digested_as_each_alone(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(keyed_digest, "usable_cores", lambda cores=cores: cores * torch.get_num_threads())
         found = tensor_digests({name: (tensor, tensor.dtype) for name, tensor in tensors.items()}, key=KEY)
         assert found == alone
+
+
+def test_a_batch_that_needs_too_much_memory_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"t{index}": made(shape, dtype, index) for index, (shape, dtype) in enumerate(CASES)}
+    contents = {name: (tensor, tensor.dtype) for name, tensor in tensors.items()}
+    right = tensor_digests(contents, key=KEY)
+    digest, most = keyed_digest._digest, max(tensor.nbytes for tensor in tensors.values()) // 3
+    refused: list[int] = []
+
+    def limited(keys: keyed_digest._Keys, batch: Sequence[keyed_digest._Rows]) -> dict[int, Sum]:
+        nbytes = sum(rows.held.nbytes for rows in batch)
+        if nbytes > most and (len(batch) > 1 or len(batch[0].held) > 1):
+            refused.append(nbytes)
+            raise torch.OutOfMemoryError("no memory")
+        return digest(keys, batch)
+
+    monkeypatch.setattr(keyed_digest, "_digest", limited)
+    assert tensor_digests(contents, key=KEY) == right
+    assert len(refused) > 2
+
+
+def test_a_row_that_needs_too_much_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(keys: keyed_digest._Keys, batch: Sequence[keyed_digest._Rows]) -> dict[int, Sum]:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(keyed_digest, "_digest", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        whole(made((6, 10), torch.bfloat16))
 
 
 def test_the_name_the_dtype_and_the_shape_count() -> None:
