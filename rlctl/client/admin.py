@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from rlctl.client.connection import Connection
 from rlctl.contract import min_healthy
-from rlctl.contract.digests import as_verified
+from rlctl.contract.digests import as_verified, key_of
 from rlctl.contract.durations import duration
 from rlctl.contract.enums import number
 from rlctl.contract.errors import OperationFailed, Reason
@@ -181,7 +181,7 @@ class AsyncAdmin:
     ) -> Operation:
         """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256 or as_verified.
 
-        The default of ``digest`` is as_verified for a checksum without expected_digest.
+        The default of ``digest`` is as_verified for a checksum without expected_digest and per_tensor, else sha256.
         """
         request = verbs_pb2.CheckWeightsRequest(
             action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]
@@ -373,7 +373,8 @@ class AsyncAdmin:
 
         ``version``: LABEL, LABEL#SEQUENCE or #SEQUENCE; "": the version before the latest. The weights must have the
         recorded digest, if the record has one. Raises FIELD_INVALID for a version that is not on record, or that is the
-        latest; UNHEALABLE for a version without a checkpoint; and as :meth:`update_weights_from_disk`.
+        latest; UNHEALABLE for a version without a checkpoint or with a keyed digest, which no checkpoint is compared
+        with; and as :meth:`update_weights_from_disk`.
         """
         record = chosen(model, await self.versions(model), version)
         return await self.update_weights_from_disk(
@@ -514,7 +515,8 @@ def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> Pub
         for each in versions[1:]
         if not wanted or (label in ("", each.version.label) and (not mark or number == str(each.version.sequence)))
     ]
-    readable = ", ".join(f"{v.version.label}#{v.version.sequence}" for v in versions[1:] if v.checkpoint) or "none"
+    checkpoints = [each for each in versions[1:] if each.checkpoint and not key_of(each.model_digest)]
+    readable = ", ".join(f"{each.version.label}#{each.version.sequence}" for each in checkpoints) or "none"
     if not earlier:
         raise Reason.FIELD_INVALID.error(
             f"{model} has had no earlier version {wanted!r}" if wanted else f"{model} has had no earlier version",
@@ -527,6 +529,13 @@ def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> Pub
             f"version {version.version.label}#{version.version.sequence} of {model} has no checkpoint",
             field="version",
             next_step=f"Versions with a checkpoint: {readable}. The trainer can send this version again.",
+        )
+    if key_of(version.model_digest):
+        raise Reason.UNHEALABLE.error(
+            f"version {version.version.label}#{version.version.sequence} of {model} has a keyed digest, which no "
+            "checkpoint can be compared with",
+            field="version",
+            next_step=f"`rlctl weights update --model-path {version.checkpoint}` publishes the checkpoint as it is.",
         )
     return version
 

@@ -310,17 +310,13 @@ class Facts:
         """
         sha256 = request.digest in (verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED, verbs_pb2.DIGEST_FUNCTION_SHA256)
         digests_weights = not (request.shadow or (request.HasField("model_digest") and not request.model_digest))
-        whole = self.update is None and self.weights is Weights.WHOLE and _of_all(request)
-        compared = request.action in (
-            verbs_pb2.CHECK_ACTION_UNSPECIFIED,
-            verbs_pb2.CHECK_ACTION_CHECKSUM,
-            verbs_pb2.CHECK_ACTION_COMPARE,
-        )
+        keyed_only = bool(key_of(self.model_digest)) and not self.sha256_digest
         return (
-            (sha256 and digests_weights and whole and compared)
-            and not self.digest_key(request)
-            and bool(key_of(self.model_digest))
-            and not self.sha256_digest
+            keyed_only
+            and self.weights is Weights.WHOLE
+            and (sha256 and digests_weights and not self.digest_key(request))
+            and _of_all(request)
+            and request.action in _DIGESTS
         )
 
     def settle(
@@ -552,6 +548,14 @@ _FILLS = (
     verbs_pb2.UpdateWeightsFromTensorRequest,
     verbs_pb2.UpdateWeightsFromDistributedRequest,
 )
+
+_DIGESTS = (
+    verbs_pb2.CHECK_ACTION_UNSPECIFIED,
+    verbs_pb2.CHECK_ACTION_CHECKSUM,
+    verbs_pb2.CHECK_ACTION_SNAPSHOT,
+    verbs_pb2.CHECK_ACTION_COMPARE,
+)
+"""Actions of checks that report a model digest."""
 
 _WRITES = (*_FILLS, verbs_pb2.SealUpdateRequest)
 """Requests that fill the weights or the shadow copy, including the seal."""

@@ -15,10 +15,11 @@ from updating import abort, begin, commit, digest, join, refusal, restart, versi
 from waiting import eventually
 
 from rlctl.contract.digests import key_of, with_key
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import OperationFailed, Reason
 from rlctl.contract.fingerprints import fingerprints
 from rlctl.coordinator.healing import sources
 from rlctl.engine import Call, EngineInfo
+from rlctl.sdk import aio
 from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
@@ -228,6 +229,41 @@ async def test_what_something_else_has_written_is_found_by_either_function(
     (good, bad) = (await fleet.stub.CheckWeights(check)).stage_results
     assert (good.outcome, bad.outcome) == (common.OUTCOME_APPLIED, common.OUTCOME_DIRTY)
     assert bad.error.reason == "DIGEST_MISMATCH"
+
+
+@pytest.mark.parametrize("during", ["a snapshot", "a staged update"])
+async def test_damage_is_no_baseline_of_later_checks_by_sha256(fleet: InProcessFleet, during: str) -> None:
+    await update(fleet)
+    check = v.CheckWeightsRequest()
+    if during == "a snapshot":
+        check.action = v.CHECK_ACTION_SNAPSHOT
+    else:
+        options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
+        await prepared(fleet, "w2", apply=v.APPLY_MODE_STAGED, options=options)
+    held(fleet, "another's")
+    (good, bad) = (await fleet.stub.CheckWeights(check)).stage_results
+    assert (good.outcome, bad.outcome, bad.error.reason) == (
+        common.OUTCOME_APPLIED,
+        common.OUTCOME_DIRTY,
+        "DIGEST_MISMATCH",
+    )
+
+
+async def test_a_list_of_the_tensors_keeps_sha256(fleet: InProcessFleet) -> None:
+    await update(fleet)
+    async with await aio.connect(fleet.server.address) as client:
+        checked = await client.check_weights(per_tensor=True)
+        tensors = {
+            tensor.sha256
+            for stage in checked.stage_results
+            for rank in stage.rank_results
+            for tensor in rank.check.model_tensors
+        }
+        assert tensors == {digest("w1")}
+        held(fleet, "another's")
+        with pytest.raises(OperationFailed) as caught:
+            await client.check_weights(per_tensor=True)
+    assert caught.value.reason is Reason.DIGEST_MISMATCH
 
 
 async def test_a_sha256_of_an_earlier_version_is_forgotten(fleet: InProcessFleet) -> None:
