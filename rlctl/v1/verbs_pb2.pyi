@@ -745,7 +745,7 @@ class UpdateOptions(_message.Message):
     adapters: Global___AdapterPolicy.ValueType
     """Treatment of loaded adapters in an update of the base weights. Default KEEP."""
     digest: Global___DigestFunction.ValueType
-    """Digest function of the verification. Only for updates that send tensors. Not for adapters."""
+    """Digest function of the verification. Updates from disk and adapters are digested by SHA-256, and refuse KEYED."""
     decode_check: _builtins.bool
     """Comparison of decode with prefill at every target, before the target serves. Unset: each capable target compares if
     the check costs less than a tenth of the update (Capabilities.decode_check_time). True: the update is refused if a
@@ -2000,7 +2000,9 @@ class TensorDigest(_message.Message):
     dtype: _builtins.str
     """Dtype, for example "torch.float32"."""
     sha256: _builtins.str
-    """SHA-256 over name, dtype, shape and bytes, or the keyed digest; in hex."""
+    """SHA-256 over name, dtype, shape and bytes, 64 hex digits. In a check by a keyed digest: the tensor's keyed digest, 32
+    hex digits.
+    """
     @_builtins.property
     def shape(self) -> Global___Shape:
         """Shape."""

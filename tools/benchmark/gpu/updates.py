@@ -24,7 +24,7 @@ class Rounds:
         nbytes: size of the weights.
         copies: every tensor copied once within the GPU's memory.
         broadcast: one flat buffer of equal size broadcast over gloo between the same processes, in host memory.
-        ipc, verified, staged: by handle; the same with the model digest compared; the same into a shadow copy.
+        ipc, verified, staged: by handle; the same with the SHA-256 model digest compared; the same into a shadow copy.
         gloo: over a gloo group.
     """
 
@@ -48,7 +48,7 @@ def rounds(setting: Setting) -> Rounds:
             "copies": lambda: engine.copied_s(weights, targets),
             "broadcast": lambda: fleet.peers.broadcast(flat),
             "ipc": lambda: fleet.update(publisher=handles),
-            "verified": lambda: fleet.update(publisher=handles, verify="expected"),
+            "verified": lambda: fleet.update(publisher=handles, verify="expected", digest="sha256"),
             "staged": lambda: fleet.update(publisher=handles, apply="staged"),
             "gloo": fleet.update,
         }
@@ -118,5 +118,5 @@ IPC_STALL = Figure(
     "ipc_stall", "by handle: until the trainer may overwrite its weights ÷ one copy of every tensor", "ratio", _stall
 )
 STAGED_PAUSE = Figure("staged_pause", "by handle, staged: the stage's pause until it resumes; idle", "ms", _pause)
-VERIFIED = Figure("verified", "by handle: update with the model digest compared ÷ without", "ratio", _verified)
+VERIFIED = Figure("verified", "by handle: update with the SHA-256 model digest compared ÷ without", "ratio", _verified)
 GLOO = Figure("gloo", "bare broadcast of one flat buffer in host memory ÷ update over a gloo group", "ratio", _gloo)
