@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,8 @@ import torch
 from rlctl.weights.tensor.slices import Shard
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
 from rlctl.weights.tensor.work import Stop, usable_cores
+
+log = logging.getLogger(__name__)
 
 BLOCK = 8192
 """Bytes of a row that the small keys cover. Sums of |K * x| are at most 2^26."""
@@ -90,7 +93,8 @@ def keyed_sums(
 
     Args:
         key: 16 bytes.
-        shards: parts of tensors, or whole tensors, on any device. The contents are cast to the full tensor's dtype.
+        shards: parts of tensors, or whole tensors, on any device. The contents are cast to the full tensor's dtype. A
+            device that computes a wrong digest of sample tensors, or none, is replaced by the CPU.
         stop: its cause is raised between two batches (16 MiB on a CPU, 256 MiB elsewhere).
         threads: for parts in host memory. None: usable cores divided by torch's threads.
     """
@@ -100,15 +104,16 @@ def keyed_sums(
     by_device: dict[torch.device, list[int]] = {}
     for index, shard in enumerate(shards):
         by_device.setdefault(shard.local.device, []).append(index)
-    for device, indexes in by_device.items():
+    for held_by, indexes in by_device.items():
+        device = _device_for(held_by)
         keys = _keys(key, device)
 
         def digest(batch: Sequence[_Rows], keys: _Keys = keys) -> dict[int, Sum]:
             stop.check()
             return _digest_in_memory(keys, batch)
 
-        # Work for other devices is started in this thread, on its stream.
-        worker_threads = threads if device.type == "cpu" else 1
+        # Work for other devices, and copies from them, are started in this thread, on its stream.
+        worker_threads = threads if held_by.type == "cpu" else 1
         for partial_sums in _mapped(digest, list(_batches(shards, indexes)), worker_threads):
             for index, part in partial_sums.items():
                 sums[index] += part
@@ -120,6 +125,34 @@ def identity(key: bytes, meta: TensorMeta) -> Sum:
     text = f"{meta.name}{dtype_name(meta.dtype)}{meta.shape}".encode()
     digest = hashlib.sha256(key + text).digest()
     return Sum.of(int.from_bytes(digest[:8]), int.from_bytes(digest[8:16]))
+
+
+def _device_for(held_by: torch.device) -> torch.device:
+    """Return the device that digests the tensors of a device."""
+    return held_by if held_by.type == "cpu" or _is_exact_on(held_by) else torch.device("cpu")
+
+
+@functools.cache
+def _is_exact_on(device: torch.device) -> bool:
+    """Whether a device digests sample tensors as the CPU does. Raises OutOfMemoryError."""
+    generator = torch.Generator("cpu").manual_seed(2)
+    key = bytes(range(16))
+    for shape in ((17, 5000), (33, 4096), (3, 2), (7,)):
+        sample = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator, device="cpu")
+        shard = Shard(TensorMeta("sample", torch.int16, shape), sample)
+        [expected] = _digest(_keys(key, sample.device), [_Rows(0, shard, 0, sample.reshape(-1, shape[-1]))]).values()
+        try:
+            there = sample.to(device).reshape(-1, shape[-1])
+            [computed] = _digest(_keys(key, device), [_Rows(0, shard, 0, there)]).values()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("keyed digests are computed on the CPU: %s fails: %s", device, error)
+            return False
+        if computed != expected:
+            log.warning("keyed digests are computed on the CPU: %s computes wrong ones", device)
+            return False
+    return True
 
 
 def _mapped(
@@ -214,7 +247,7 @@ def _halves(batch: Sequence[_Rows]) -> list[Sequence[_Rows]]:
 
 
 def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
-    """Digest these rows, all on the device of the keys, by shard."""
+    """Digest these rows by shard, on the device of the keys."""
     products: list[torch.Tensor] = []
     lines: list[torch.Tensor] = []
     owners: list[int] = []
@@ -222,7 +255,7 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
     for rows in batch:
         meta, part = rows.shard.meta, rows.shard.slice
         full = meta.shape or (1,)
-        data = _bytes(rows.held.to(meta.dtype))
+        data = _bytes(rows.held.to(keys.small.device, meta.dtype))
         first = part.start * meta.dtype.itemsize if part.dim == len(full) - 1 else 0
         blocks = -(-full[-1] * meta.dtype.itemsize // BLOCK)
         numbers = _row_numbers(rows, full) * blocks

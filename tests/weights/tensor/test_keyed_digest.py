@@ -297,6 +297,27 @@ def test_a_product_that_this_torch_cannot_compute_is_replaced(monkeypatch: pytes
     assert whole(full) == right
 
 
+@pytest.mark.parametrize("broken", ["", "raises", "wrong"])
+def test_a_device_that_digests_samples_wrongly_is_replaced_by_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Each second digest is that of the device."""
+    digest, calls = keyed_digest._digest, itertools.count(1)
+
+    def on_device(keys: keyed_digest._Keys, batch: Sequence[keyed_digest._Rows]) -> dict[int, Sum]:
+        if next(calls) % 2 or not broken:
+            return digest(keys, batch)
+        if broken == "raises":
+            raise RuntimeError("not implemented for 'Long'")
+        return {index: each + Sum((1, 0)) for index, each in digest(keys, batch).items()}
+
+    monkeypatch.setattr(keyed_digest, "_digest", on_device)
+    is_exact: Callable[[torch.device], bool] = keyed_digest._is_exact_on.__wrapped__
+    assert is_exact(torch.device("cpu")) == (not broken)
+    monkeypatch.setattr(keyed_digest, "_is_exact_on", lambda _: not broken)
+    assert keyed_digest._device_for(torch.device("cuda")).type == ("cpu" if broken else "cuda")
+
+
 def test_torchs_defaults_do_not_matter() -> None:
     """An engine sets its own while it runs."""
     full = made((6, 10), torch.bfloat16)
