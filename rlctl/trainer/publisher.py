@@ -57,6 +57,7 @@ from rlctl.weights.formats import lora
 from rlctl.weights.group.network_interfaces import address_on, own_address
 from rlctl.weights.tensor.cuda_ordering import trainer_stream
 from rlctl.weights.tensor.digest import ModelDigest
+from rlctl.weights.tensor.keyed_digest import outpaces_sha256
 from rlctl.weights.tensor.source import Weights, WeightSource, as_offer, only, spares_of
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
 
@@ -209,8 +210,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             after: resume or stay_paused.
             verify: level of verification of the bytes at the ranks: expected, replica, received or none; "" for the
                 highest level that each target reaches; probe for the probe alone.
-            digest: keyed: each rank digests its own parts; sha256; "" for keyed if every stage of the model computes
-                keyed digests, else sha256. An adapter and a checkpoint are digested by SHA-256 (docs/digests.md).
+            digest: keyed: each rank digests its own parts; sha256; prefer_keyed: keyed if every stage of the model
+                computes keyed digests, else sha256. "" for prefer_keyed if this host has a GPU or a CPU with int8
+                instructions, else sha256. An adapter and a checkpoint are digested by SHA-256 (docs/digests.md).
             probe: log probabilities of the new weights. Every target must reproduce the log probabilities before
                 serving, at every level of ``verify``.
             decode_check: every target compares decode with prefill before serving (docs/decode-check.md). None: each
@@ -574,7 +576,8 @@ def _adapter_config(
 
 def _digest_function(name: str, *, tensors: bool) -> Any:
     """Return a digest function. ``tensors``: base weights are sent, which may have a keyed digest."""
-    return _number(verbs_pb2.DigestFunction, name or ("prefer_keyed" if tensors else ""), "digest")
+    preferred = "prefer_keyed" if tensors and outpaces_sha256() else ""
+    return _number(verbs_pb2.DigestFunction, name or preferred, "digest")
 
 
 def _number(enum: Any, name: str, field: str) -> Any:

@@ -501,6 +501,8 @@ async def test_a_coordinator_that_knows_no_decode_check_is_no_success(
     ("settings", "function"),
     [
         ({}, verbs_pb2.DIGEST_FUNCTION_PREFER_KEYED),
+        ({"slow": True}, verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED),
+        ({"slow": True, "digest": "prefer_keyed"}, verbs_pb2.DIGEST_FUNCTION_PREFER_KEYED),
         ({"digest": "keyed"}, verbs_pb2.DIGEST_FUNCTION_KEYED),
         ({"digest": "sha256"}, verbs_pb2.DIGEST_FUNCTION_SHA256),
         ({"checkpoint": "two"}, verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED),
@@ -509,7 +511,7 @@ async def test_a_coordinator_that_knows_no_decode_check_is_no_success(
             verbs_pb2.DIGEST_FUNCTION_UNSPECIFIED,
         ),
     ],
-    ids=["default", "keyed", "sha256", "checkpoint", "adapter"],
+    ids=["default", "without int8", "preferred", "keyed", "sha256", "checkpoint", "adapter"],
 )
 async def test_a_keyed_digest_is_preferred_for_tensors_of_the_base_weights(
     fleet: InProcessFleet,
@@ -525,6 +527,9 @@ async def test_a_keyed_digest_is_preferred_for_tensors_of_the_base_weights(
         raise Reason.UNSUPPORTED.error("enough")
 
     monkeypatch.setattr(Planner, "_digest_key", refuse)
+    settings = dict(settings)
+    fast = not settings.pop("slow", False)
+    monkeypatch.setattr("rlctl.trainer.publisher.outpaces_sha256", lambda: fast)
     if "checkpoint" in settings:
         settings = {"checkpoint": checkpoint("two")}
     async with await aio.connect(fleet.server.address) as client, client.publisher("actor") as publisher:
