@@ -185,7 +185,7 @@ class GatewayServer:
         if self._metrics is not None:
             await self._metrics.exposition.stop()
         if self._generation is not None:
-            await self._generation.ports.close()
+            self._generation.ports.close()
         if self._fleet is not None:
             await self._fleet.close()
 

@@ -9,8 +9,6 @@ from rlctl.runtime.http_forwarding import HOP_BY_HOP
 LONGEST = 64 << 10
 """Most bytes of a head, and of data between two pieces of a body."""
 
-_FIRST_FAILURE = 400
-
 
 class Parser:
     """The answer to one request.
@@ -19,6 +17,7 @@ class Parser:
         status: HTTP status; 0 until the head has come.
         headers: end-to-end headers, without Content-Length.
         content_type: without parameters, in lower case.
+        length: the header Content-Length, or "".
         has_length: the server has declared the length of the body, or there is no body.
         ended: the whole answer has come.
         keeps: the connection can take a further request after the answer.
@@ -29,6 +28,7 @@ class Parser:
         self.status = 0
         self.headers: list[tuple[str, str]] = []
         self.content_type = ""
+        self.length = ""
         self.has_length = False
         self.ended = False
         self.keeps = False
@@ -101,9 +101,9 @@ class Parser:
         options = {option.strip() for option in self._framing.get("connection", "").lower().split(",")}
         self.headers = [(name, value) for name, value in self.headers if name.lower() not in options]
         is_bodiless = self._method == "HEAD" or status in (204, 304)
-        self.has_length = is_bodiless or (coding is None and "content-length" in self._framing)
-        # uvicorn closes a connection silently after some failures, perhaps during a later request.
-        self.keeps = self._http.should_keep_alive() and status < _FIRST_FAILURE
+        self.length = self._framing.get("content-length", "")
+        self.has_length = is_bodiless or (coding is None and bool(self.length))
+        self.keeps = self._http.should_keep_alive()
         self.is_until_close = coding is None and not self.has_length
         self.ended = is_bodiless
         self.status = status

@@ -20,8 +20,10 @@ from rlctl.runtime.http_answers import Parser
 FLOW_BYTES = 64 << 10
 """Unread bytes of an answer beyond which no more are received."""
 
-_AT_ONCE = 64 << 10
-"""Bytes from which on a body is not copied to its head."""
+_PIECE = 64 << 10
+"""Bytes of a body that are written at once. The rest of a large body waits until the connection has room."""
+
+_FIRST_FAILURE = 400
 
 _TARGET = re.compile(r"[!-~]+")
 _PRINTABLE = "".join(map(chr, range(ord("!"), ord("~") + 1)))
@@ -56,10 +58,11 @@ class Origin(NamedTuple):
 class Client:
     """Connections to servers, on one event loop."""
 
-    def __init__(self, *, connect_s: float, keep_s: float) -> None:
+    def __init__(self, *, connect_s: float, keep_s: float, keeps_failures: bool = True) -> None:
         """``connect_s``: longest time to connect. ``keep_s``: longest idle time of a connection; less than that of the
-        servers.
+        servers. ``keeps_failures``: a connection is also kept after an answer about a failure (4xx, 5xx).
         """
+        self.keeps_failures = keeps_failures
         self._connect_s = connect_s
         self._keep_s = keep_s
         self._loop = asyncio.get_running_loop()
@@ -152,6 +155,8 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._transport: asyncio.Transport | None = None
         self._response: Response | None = None
+        self._unsent: bytes | memoryview = b""
+        self._is_full = False
         self._poll = select.poll()
 
     @property
@@ -170,15 +175,32 @@ class _Connection(asyncio.Protocol):
         """Send a request and wait for the head of its answer. Raises Broken."""
         assert self._transport is not None
         response = self._response = Response(self, method)
-        self._transport.write(head + body if len(body) < _AT_ONCE else head)
-        if len(body) >= _AT_ONCE:
-            self._transport.write(body)
+        if len(body) < _PIECE:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._unsent = memoryview(body)
+            self._send_more()
+        del body  # the answer may take long
         try:
             await response.begun()
         except BaseException:
             response.close()
             raise
         return response
+
+    def _send_more(self) -> None:
+        while self._unsent and not self._is_full and self._transport is not None and self.is_open:
+            piece, rest = self._unsent[:_PIECE], self._unsent[_PIECE:]
+            self._unsent = rest or b""  # an empty view would keep the body
+            self._transport.write(piece)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._send_more()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -210,10 +232,15 @@ class _Connection(asyncio.Protocol):
         """End the request. Without ``keeps``, the connection is closed."""
         self._response = None
         # A server may answer before it has read the body.
-        if keeps and self._transport is not None and self.is_open and not self._transport.get_write_buffer_size():
+        is_sent = self._transport is not None and not self._unsent and not self._transport.get_write_buffer_size()
+        if keeps and is_sent and self.is_open:
             self._client.keep(self)
         else:
             self.abort()
+
+    def keeps(self, status: int) -> bool:
+        """Return whether a connection may be kept after an answer with this status."""
+        return self._client.keeps_failures or status < _FIRST_FAILURE
 
     def abort(self) -> None:
         """Close the connection. Its request is no longer of interest."""
@@ -223,6 +250,7 @@ class _Connection(asyncio.Protocol):
     def drop(self) -> None:
         """Close the connection. Its answer is broken."""
         self._lose(Broken("the client was closed"), is_end=False)
+        self._unsent = b""
         if self._transport is not None:
             self._transport.abort()
 
@@ -247,6 +275,11 @@ class Response:
     def headers(self) -> list[tuple[str, str]]:
         """Return the end-to-end headers, without Content-Length."""
         return self._parser.headers
+
+    @property
+    def length(self) -> str:
+        """Return the header Content-Length, or ""."""
+        return self._parser.length
 
     @property
     def content_type(self) -> str:
@@ -301,8 +334,8 @@ class Response:
             return
         self._pieces += pieces
         self._size += sum(map(len, pieces))
-        if self._parser.ended:
-            self._release(keeps=self._parser.keeps)
+        if self._parser.ended and self._connection is not None:
+            self._release(keeps=self._parser.keeps and self._connection.keeps(self._parser.status))
         elif self._size > FLOW_BYTES and not self._is_paused and self._connection is not None:
             self._is_paused = True
             self._connection.read(more=False)

@@ -340,7 +340,24 @@ async def test_a_client_that_leaves_ends_its_request(both: Any, make_gateway: Ca
         await eventually(lambda: not server.generation.inflight)
 
 
-async def test_a_connection_that_was_kept_too_long_is_no_failure(
+async def test_a_kept_connection_that_a_stage_has_closed_gets_no_request(
+    make_ports: Callable[..., Any], make_gateway: Callable[..., Any]
+) -> None:
+    async def closing(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.json_response({"size": len(body)})
+        await response.prepare(request)
+        await response.write_eof()
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async with make_ports("a") as (fleet, ports), make_gateway(fleet, retries=0) as (_, http):
+        ports["a"].answering = closing
+        assert [(await ask(http))[0] for _ in range(5)] == [200] * 5
+        assert len(ports["a"].requests) == 5
+
+
+async def test_a_request_that_a_stage_may_have_begun_is_not_sent_to_it_again(
     make_ports: Callable[..., Any], make_gateway: Callable[..., Any]
 ) -> None:
     used: set[Any] = set()
@@ -353,8 +370,9 @@ async def test_a_connection_that_was_kept_too_long_is_no_failure(
 
     async with make_ports("a") as (fleet, ports), make_gateway(fleet, retries=0) as (_, http):
         ports["a"].answering = closing
-        assert [(await ask(http))[0] for _ in range(3)] == [200, 200, 200]
-        assert len(ports["a"].requests) == 5
+        assert (await ask(http))[0] == 200
+        status, _, answer = await ask(http)
+        assert (status, json.loads(answer)["error"]["reason"], len(ports["a"].requests)) == (503, "UNREACHABLE", 2)
 
 
 async def test_sessions_stay_at_one_stage(both: Any, make_gateway: Callable[..., Any]) -> None:

@@ -134,7 +134,8 @@ class Http:
             headers.append(("Authorization", f"Bearer {key}"))
         loop = asyncio.get_running_loop()
         if loop not in self._flows:
-            self._flows[loop] = Client(connect_s=CONNECT_S, keep_s=_KEEPALIVE_S)
+            # uvicorn closes a connection silently after some failures, perhaps during a later request.
+            self._flows[loop] = Client(connect_s=CONNECT_S, keep_s=_KEEPALIVE_S, keeps_failures=False)
         try:
             return await self._flows[loop].request(self._origin, method, self._prefix + target, headers, body)
         except NotConnected as error:

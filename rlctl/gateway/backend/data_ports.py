@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import aiohttp
 import orjson
 from multidict import CIMultiDict
-from yarl import URL
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.rollout.dispatch import Attempt
+from rlctl.runtime.addresses import split
+from rlctl.runtime.http_client import Broken, Client, NotConnected, Origin, Response
 from rlctl.runtime.http_errors import REASON, error_in
-from rlctl.runtime.http_forwarding import end_to_end
 from rlctl.transport.tls.credentials import Tls
 from rlctl.transport.tls.identity import Role
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
@@ -28,12 +26,6 @@ CONNECT_S = 5.0
 
 KEPT_S = 60.0
 """Seconds that an idle connection is kept. Data ports keep connections longer."""
-
-_STALE = 3
-"""Attempts of a request. A closed kept connection at the last attempt counts as a failure of the stage."""
-
-_AT_ONCE = 1 << 20
-"""Bytes from which on a body is written in pieces."""
 
 _PLACEHOLDER = re.compile(r"\{\w+(?::((?:[^{}]|\{[^{}]*\})+))?\}")
 
@@ -62,29 +54,16 @@ class DataPorts:
         self._tls = tls
         if tls is not None:
             tls.client_context()  # before the files can change
-        self._session: aiohttp.ClientSession | None = None
+        self._client: Client | None = None
 
     def at(self, attempt: Attempt) -> Exchange:
-        if self._session is None:
-            tracing = aiohttp.TraceConfig()
-            tracing.on_connection_reuseconn.append(_reused)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-                auto_decompress=False,
-                trace_configs=[tracing],
-            )
-        return Exchange(self._session, attempt, self._tls)
+        if self._client is None:
+            self._client = Client(connect_s=CONNECT_S, keep_s=KEPT_S)
+        return Exchange(self._client, attempt, self._tls)
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-
-async def _reused(_: Any, context: SimpleNamespace, __: Any) -> None:
-    context.trace_request_ctx.append(True)
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
 
 class Exchange:
@@ -95,13 +74,13 @@ class Exchange:
         headers: headers, once the response has begun.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, attempt: Attempt, tls: Tls | None = None) -> None:
+    def __init__(self, client: Client, attempt: Attempt, tls: Tls | None = None) -> None:
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
-        self._session = session
+        self._client = client
         self._tls = tls
         self._registration = attempt.stage.registration
-        self._response: aiohttp.ClientResponse | None = None
+        self._response: Response | None = None
         self._lost: RlctlError | None = None
         self._scope: asyncio.Timeout | None = None
         self._forget = attempt.on_loss(self._lose)
@@ -115,40 +94,26 @@ class Exchange:
         """
         if not self._registration.data_address:
             raise Reason.STAGE_NOT_SERVING.error(f"{self._registration.slot} has no data port")
-        scheme = "http" if self._tls is None else "https"
-        url = URL(f"{scheme}://{self._registration.data_address}{target}", encoded=True)
-        response = await self._within(deadline, lambda: self._send(method, url, headers, body))
+        pairs, origin = list(headers.items()), self._origin()
+        response = await self._within(deadline, lambda: self._client.request(origin, method, target, pairs, body))
         self._response = response
-        if (reason := response.headers.get(REASON)) is not None:
+        self.status, self.headers = response.status, CIMultiDict(response.headers)
+        if (reason := self.headers.get(REASON)) is not None:
             raise await self._within(deadline, lambda: _refusal(reason, response))
-        self.status, self.headers = response.status, CIMultiDict(end_to_end(response.headers))
+        if response.length:
+            self.headers["Content-Length"] = response.length
 
-    async def _send(self, method: str, url: URL, headers: Mapping[str, str], body: bytes) -> aiohttp.ClientResponse:
-        context = True if self._tls is None else self._tls.client_context()
-        name = None if self._tls is None else self._tls.peer_name(Role.STAGE)
-        for remaining in reversed(range(_STALE)):
-            reused: list[bool] = []
-            data = body if len(body) < _AT_ONCE else io.BytesIO(body)
-            try:
-                return await self._session.request(
-                    method,
-                    url,
-                    headers=headers,
-                    data=data,
-                    allow_redirects=False,
-                    ssl=context,
-                    server_hostname=name,
-                    trace_request_ctx=reused,
-                )
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not reused or not remaining:
-                    raise
-        raise AssertionError("unreachable")
+    def _origin(self) -> Origin:
+        address = self._registration.data_address
+        host, port = split(address, "data_address")
+        if self._tls is None:
+            return Origin(address, host, port)
+        return Origin(address, host, port, self._tls.client_context(), self._tls.peer_name(Role.STAGE))
 
     async def read(self, deadline: float | None = None) -> bytes:
         """Return the next piece of the body; b"" at its end. Raises UNREACHABLE if the connection ends first."""
         assert self._response is not None
-        return await self._within(deadline, self._response.content.readany)
+        return await self._within(deadline, self._response.read)
 
     async def _within(self, deadline: float | None, work: Callable[[], Awaitable[T]]) -> T:
         if self._lost is not None:
@@ -156,18 +121,20 @@ class Exchange:
         try:
             async with asyncio.timeout_at(deadline) as self._scope:
                 return await work()
-        except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            slot = self._registration.slot
-            raise Reason.TLS_FAILED.error(f"data port of {slot}: {error}", outcome=OUTCOME_UNKNOWN) from None
-        except aiohttp.ClientError as error:
-            slot, kind = self._registration.slot, type(error).__name__
-            raise Reason.UNREACHABLE.error(f"{slot}: {kind}: {error}", outcome=OUTCOME_UNKNOWN) from None
+        except (NotConnected, Broken) as error:
+            raise self._failed(error) from None
         except TimeoutError:
             raise self._lost or Reason.DEADLINE_EXCEEDED.error(
                 f"{self._registration.slot} did not answer in time", outcome=OUTCOME_UNKNOWN
             ) from None
         finally:
             self._scope = None
+
+    def _failed(self, error: NotConnected | Broken) -> RlctlError:
+        slot = self._registration.slot
+        if isinstance(error.__cause__, ssl.SSLError):
+            return Reason.TLS_FAILED.error(f"data port of {slot}: {error}", outcome=OUTCOME_UNKNOWN)
+        return Reason.UNREACHABLE.error(f"{slot}: {error}", outcome=OUTCOME_UNKNOWN)
 
     def _lose(self) -> None:
         self._lost = Reason.UNREACHABLE.error(f"the coordinator has lost {self._registration.slot}")
@@ -181,9 +148,9 @@ class Exchange:
             self._response.close()
 
 
-async def _refusal(reason: str, response: aiohttp.ClientResponse) -> RlctlError:
+async def _refusal(reason: str, response: Response) -> RlctlError:
     try:
-        body = orjson.loads(await response.read())
+        body = orjson.loads(await response.read_all())
     except ValueError:
         body = None
     return error_in(reason, body)

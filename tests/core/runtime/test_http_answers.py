@@ -94,12 +94,6 @@ def test_a_head_says_nothing_of_an_interim_one() -> None:
     assert (parser.content_type, parser.headers, parser.ended) == ("", [], True)
 
 
-@pytest.mark.parametrize("status", [400, 404, 500, 503])
-def test_a_connection_is_not_kept_after_a_failure(status: int) -> None:
-    parser, body = fed(b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n\r\nok" % status, 1000)
-    assert (body, parser.ended, parser.keeps) == (b"ok", True, False)
-
-
 def test_a_body_may_be_long_and_its_trailers_may_not() -> None:
     parser = Parser("POST")
     parser.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")

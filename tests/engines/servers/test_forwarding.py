@@ -246,6 +246,30 @@ async def test_bodies_of_every_size_arrive_whole(size: int) -> None:
         assert [await posted(http, sent) for _ in range(2)] == [b"ok", b"ok"]
 
 
+async def test_a_large_body_waits_for_a_slow_server() -> None:
+    sent = bytes(range(256)) * (32 << 12)
+    received = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await asyncio.sleep(0.1)
+        while len(received) < len(sent):
+            received.extend(await reader.read(8 << 20))
+            await asyncio.sleep(0.001)
+        writer.write(OK)
+
+    async with serving(serve) as (http, _):
+        asking = asyncio.create_task(posted(http, sent))
+        await eventually(lambda: http._flows)
+        (client,) = http._flows.values()
+        await eventually(lambda: client._open)
+        (connection,) = client._open
+        await asyncio.sleep(0.05)
+        assert len(connection._unsent) > len(sent) // 2  # not in the buffers of the transport
+        assert await asking == b"ok"
+        assert received == sent
+        assert connection._unsent == b""
+
+
 async def test_a_server_that_does_not_answer_the_handshake_is_not_connected() -> None:
     ended = asyncio.Event()
 

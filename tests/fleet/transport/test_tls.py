@@ -369,7 +369,7 @@ async def test_a_data_port_answers_gateways_and_users_of_its_fleet(make_fleet: C
                     await exchange.begin("GET", "/v1/models", {}, b"", None)
                     return await exchange.read()
             finally:
-                await ports.close()
+                ports.close()
 
         try:
             # The earlier certificates stay in use, also before the first connection.
