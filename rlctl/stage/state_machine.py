@@ -306,6 +306,7 @@ class Stage:
 
     async def _carry_out(self, verb: Verb, request: Message, call: Call) -> CommandResult:
         check(request)
+        written = self._written
         mutates = verb.mutates(request)
         if mutates and request.header.validate_only:  # type: ignore[attr-defined]
             raise Reason.FIELD_INVALID.error(
@@ -324,7 +325,8 @@ class Stage:
             if self.facts.lacks_sha256(request):
                 proof = verbs_pb2.CheckWeightsRequest(header=request.header)
                 proof.digest = verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED
-                verified = await self._relayed(verb, proof, replace(call, command_id=f"{call.command_id}-verified"))
+                proving = replace(call, command_id=f"{call.command_id}-verified")
+                verified = await self._relayed(verb, proof, proving, written)
                 if verified.stage.outcome != OUTCOME_APPLIED:
                     return verified
         if isinstance(request, verbs_pb2.PauseGenerationRequest):
@@ -334,13 +336,14 @@ class Stage:
         if mutates and self._obstacle is not None:
             raise self._obstacle.with_traceback(None)  # the traceback would hold every request that raised this error
         if not mutates or not verb.waits or verb.interrupts:
-            return await self._relayed(verb, request, call)
+            # A write since the start of a proof may have kept the proof from being compared.
+            return await self._relayed(verb, request, call, written)
         if self._turn.locked() or self._waiting:  # a free turn may be promised to a waiting command
             await self._wait_for_turn(call)
         else:
             await self._turn.acquire()
         try:
-            return await self._relayed(verb, request, call)
+            return await self._relayed(verb, request, call, self._written)
         finally:
             self._turn.release()
 
@@ -357,7 +360,8 @@ class Stage:
             self._turn.release()
             raise Reason.CANCELLED.error("cancelled before it was started")
 
-    async def _relayed(self, verb: Verb, request: Message, call: Call) -> CommandResult:
+    async def _relayed(self, verb: Verb, request: Message, call: Call, written: int) -> CommandResult:
+        """Run a command at all ranks. ``written``: number of writes before its first look at the weights."""
         self.facts.refuse(verb, request)
         self._place(request)
         staging, spoiling = self.facts.is_aside(verb, request), spoils(request)
@@ -376,7 +380,6 @@ class Stage:
         self._aborting += aborting
         if spoiling or pausing or aborting:
             self.serving = self._serving()
-        written = self._written
         writes = verb.writes_weights or spoiling
         self._writing += writes
         try:

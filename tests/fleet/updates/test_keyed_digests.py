@@ -249,6 +249,32 @@ async def test_damage_is_no_baseline_of_later_checks_by_sha256(fleet: InProcessF
     )
 
 
+async def test_a_sha256_is_no_baseline_if_a_write_ran_beside_its_proof(fleet: InProcessFleet) -> None:
+    await update(fleet)
+    options = v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT)
+    plan = await begin(fleet, "w2", options=options, apply=v.APPLY_MODE_STAGED)
+    await join(fleet, plan)
+    writing, proving = asyncio.Event(), asyncio.Event()
+    stage = fleet.stages["b"]
+
+    async def overlap(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "update_weights_from_distributed":
+            writing.set()
+            await proving.wait()
+        if name == "check_weights" and call.command_id.endswith("-verified") and not proving.is_set():
+            proving.set()
+            await eventually(lambda: not stage._writing)
+
+    fake_engine.FAULTS[fleet.specs[1].model_path, 0] = overlap
+    written = asyncio.create_task(write(fleet, plan, "w2"))
+    await writing.wait()
+    held(fleet, "another's")
+    await fleet.stub.CheckWeights(v.CheckWeightsRequest())
+    await written
+    (_, bad) = (await fleet.stub.CheckWeights(v.CheckWeightsRequest())).stage_results
+    assert (bad.outcome, bad.error.reason) == (common.OUTCOME_DIRTY, "DIGEST_MISMATCH")
+
+
 async def test_a_list_of_the_tensors_keeps_sha256(fleet: InProcessFleet) -> None:
     await update(fleet)
     async with await aio.connect(fleet.server.address) as client:
