@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests that are forwarded: a client without conveniences, over kept connections.
+"""HTTP/1.1 client for forwarded requests. It keeps connections.
 
 A request goes out and an answer comes in as sent: without redirects, cookies and decompression. aiohttp's client takes
 twice the processor time of aiohttp's server for a request (docs/benchmarks/lessons.md, data_port).
@@ -77,7 +77,7 @@ class Client:
         """Send a request, once, and return its answer, when the head has come. The caller closes the answer.
 
         ``headers``: without Host and Content-Length. Raises NotConnected, Broken; ValueError for a header with a line
-        break.
+        break or NUL.
         """
         head = _head(origin, method, target, headers, len(body))
         connection = self._kept(origin) or await self._connected(origin)
@@ -109,8 +109,10 @@ class Client:
                     _, connection = await self._loop.create_connection(
                         make, origin.host, origin.port, ssl=origin.tls, server_hostname=origin.server_name
                     )
-        except OSError as error:  # also TimeoutError and SSLError
+        except TimeoutError as error:
             raise NotConnected(str(error) or f"no connection within {self._connect_s:g} s") from error
+        except OSError as error:  # also SSLError
+            raise NotConnected(str(error) or type(error).__name__) from error
         if not connection.is_open:
             raise NotConnected("the server closed the connection")
         return connection
@@ -181,7 +183,6 @@ class _Connection(asyncio.Protocol):
             self._transport.write(head)
             self._unsent = memoryview(body)
             self._send_more()
-        del body  # the answer may take long
         try:
             await response.begun()
         except BaseException:
@@ -213,10 +214,16 @@ class _Connection(asyncio.Protocol):
         else:
             self._response.feed(data)
 
+    def eof_received(self) -> None:
+        """Close the connection, without waiting for a server that reads the request no more."""
+        if self._transport is not None and (self._unsent or self._transport.get_write_buffer_size()):
+            self._transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._client.closed(self)
-        self._lose(Broken(str(exc) if exc else "the server closed the connection"), is_end=exc is None)
+        cause = (str(exc) or type(exc).__name__) if exc else "the server closed the connection"
+        self._lose(Broken(cause), is_end=exc is None)
 
     def _lose(self, failure: Broken, *, is_end: bool) -> None:
         response, self._response = self._response, None
@@ -380,5 +387,5 @@ def _head(origin: Origin, method: str, target: str, headers: Sequence[tuple[str,
     lines += [f"{name}: {value}" for name, value in headers]
     head = "\r\n".join(lines)
     if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1 or "\0" in head:
-        raise ValueError("a header has a line break")
+        raise ValueError("a header contains a line break or NUL")
     return (head + "\r\n\r\n").encode(errors="surrogateescape")

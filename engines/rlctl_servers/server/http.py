@@ -146,7 +146,7 @@ class Http:
     def broken(self, error: Exception) -> RlctlError:
         """Return the error of an answer that breaks off."""
         return Reason.LINK_LOST.error(
-            f"the connection to {self.product} at {self.url} broke: {error or type(error).__name__}",
+            f"the connection to {self.product} at {self.url} broke: {str(error) or type(error).__name__}",
             outcome=OUTCOME_UNKNOWN,
         )
 

@@ -270,6 +270,36 @@ async def test_a_large_body_waits_for_a_slow_server() -> None:
         assert connection._unsent == b""
 
 
+async def test_a_server_that_ends_its_side_and_reads_no_more_gives_no_answer() -> None:
+    ended = asyncio.Event()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: int) -> None:
+        writer.write_eof()
+        await ended.wait()
+        raise ConnectionError
+
+    async with serving(serve) as (http, _):
+        try:
+            with pytest.raises(RlctlError) as lost:
+                await asyncio.wait_for(posted(http, bytes(32 << 20)), 5)
+        finally:
+            ended.set()
+    assert lost.value.reason is Reason.LINK_LOST
+
+
+async def test_a_server_that_closes_during_the_handshake_is_named_so() -> None:
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(64 << 10)
+        writer.close()
+
+    server = await asyncio.start_server(closing, "127.0.0.1", 0)
+    async with server:
+        client = Client(connect_s=30, keep_s=1.0)
+        origin = Origin("x", "127.0.0.1", server.sockets[0].getsockname()[1], ssl.create_default_context(), "x")
+        with pytest.raises(NotConnected, match="ConnectionResetError"):
+            await client.request(origin, "GET", "/", [], b"")
+
+
 async def test_a_server_that_does_not_answer_the_handshake_is_not_connected() -> None:
     ended = asyncio.Event()
 
