@@ -193,7 +193,9 @@ class ServerEngine(Engine):
         if self._failure is not None:
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet", next_step="Repeat the call when it has.")
+            raise Reason.ILLEGAL_STATE.error(
+                "the engine has not started yet", next_step="Repeat the call after the engine has started."
+            )
         reason = self._facts.unsupported.get(verb)
         if reason:
             raise Reason.UNSUPPORTED.error(f"{verb}: {reason}", outcome=OUTCOME_SKIPPED)

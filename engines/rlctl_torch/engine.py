@@ -374,4 +374,6 @@ class TorchEngine(Engine):
         if self._failure is not None:
             raise rejected(self._failure)
         if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet", next_step="Repeat the call when it has.")
+            raise Reason.ILLEGAL_STATE.error(
+                "the engine has not started yet", next_step="Repeat the call after the engine has started."
+            )

@@ -181,7 +181,8 @@ class AsyncAdmin:
     ) -> Operation:
         """Digest weights. Actions: checksum, snapshot, reset_tensors, compare. ``digest``: sha256 or as_verified.
 
-        The default of ``digest`` is as_verified for a checksum without expected_digest and per_tensor, else sha256.
+        The default of ``digest`` is as_verified for a checksum with neither expected_digest nor per_tensor. Otherwise
+        it is the function of expected_digest, or sha256.
         """
         request = verbs_pb2.CheckWeightsRequest(
             action=number(verbs_pb2.CheckAction.DESCRIPTOR, action, "action"),  # type: ignore[arg-type]
@@ -373,8 +374,8 @@ class AsyncAdmin:
 
         ``version``: LABEL, LABEL#SEQUENCE or #SEQUENCE; "": the version before the latest. The weights must have the
         recorded digest, if the record has one. Raises FIELD_INVALID for a version that is not on record, or that is the
-        latest; UNHEALABLE for a version without a checkpoint or with a keyed digest, which no checkpoint is compared
-        with; and as :meth:`update_weights_from_disk`.
+        latest; UNHEALABLE for a version without a checkpoint or with a keyed digest, since checkpoints are compared by
+        SHA-256 only; and as :meth:`update_weights_from_disk`.
         """
         record = chosen(model, await self.versions(model), version)
         return await self.update_weights_from_disk(
@@ -532,8 +533,8 @@ def chosen(model: str, versions: Sequence[PublishedVersion], wanted: str) -> Pub
         )
     if key_of(version.model_digest):
         raise Reason.UNHEALABLE.error(
-            f"version {version.version.label}#{version.version.sequence} of {model} has a keyed digest, which no "
-            "checkpoint can be compared with",
+            f"version {version.version.label}#{version.version.sequence} of {model} has a keyed digest, and "
+            "checkpoints are compared by SHA-256 only",
             field="version",
             next_step=f"`rlctl weights update --model-path {version.checkpoint}` publishes the checkpoint as it is.",
         )

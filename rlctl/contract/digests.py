@@ -69,7 +69,7 @@ def keyed_digest_refusal(capabilities: Capabilities, request: CheckWeightsReques
 def as_verified(request: CheckWeightsRequest) -> None:
     """Set AS_VERIFIED in a checksum of all weights without a named function: the cheapest check that finds damage.
 
-    A report with the digest of every tensor keeps SHA-256, which other programs compute, too.
+    A report with the digest of every tensor keeps SHA-256, because other programs compute it as well.
     """
     checksum = request.action in (CHECK_ACTION_UNSPECIFIED, CHECK_ACTION_CHECKSUM)
     has_function = request.digest or request.digest_key or request.expected_digest

@@ -349,7 +349,7 @@ class Reason(enum.Enum):
     INCARNATION_FENCED = (
         Fenced,
         "The slot is filled by a newer incarnation.",
-        "`rlctl get stages` shows the present one. Stop a second process of the slot.",
+        "`rlctl get stages` shows the present one. Stop the older process of the slot.",
     )
     NOT_RANK_ZERO = (
         PreconditionFailed,
@@ -551,7 +551,7 @@ class Reason(enum.Enum):
     DEADLINE_EXCEEDED = (
         DeadlineExceeded,
         "The time was up.",
-        "Allow more time if the work needs it; `rlctl status` shows what is in its way.",
+        "Allow more time if the work needs it; `rlctl status` shows the running operations.",
     )
     LEASE_EXPIRED = (
         PreconditionFailed,

@@ -55,7 +55,7 @@ def verify(path: Path) -> Contents:
     """
     if not path.exists():
         raise Reason.JOURNAL_FAILED.error(
-            f"journal {path}: there is no such file", next_step="Name the file of the journal."
+            f"journal {path}: there is no such file", next_step="Pass the path of the journal."
         )
     with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
         copied = Path(directory) / path.name
@@ -108,7 +108,7 @@ def compact(path: Path, *, retained: int = RETAINED) -> tuple[int, int, int]:
     """
     if not path.exists():
         raise Reason.JOURNAL_FAILED.error(
-            f"journal {path}: there is no such file", next_step="Name the file of the journal."
+            f"journal {path}: there is no such file", next_step="Pass the path of the journal."
         )
     journal = SqliteJournal(path)
     try:

@@ -43,7 +43,6 @@ _NEXT_STEPS = {
     common_pb2.STAGE_STATE_ASLEEP: "`rlctl memory resume` first.",
     common_pb2.STAGE_STATE_UPDATING: "Wait for the end of the update, or `rlctl weights abort`.",
     common_pb2.STAGE_STATE_DIRTY: "`rlctl heal`, or a full update.",
-    common_pb2.STAGE_STATE_FAILED: "`rlctl restart SLOT`, unless the supervisor restarts the engine.",
 }
 """Next step after the refusal of a verb in a state."""
 

@@ -210,9 +210,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             after: resume or stay_paused.
             verify: level of verification of the bytes at the ranks: expected, replica, received or none; "" for the
                 highest level that each target reaches; probe for the probe alone.
-            digest: keyed: each rank digests its own parts; sha256; prefer_keyed: keyed if every stage of the model
-                computes keyed digests, else sha256. "" for prefer_keyed if this host has a GPU or a CPU with int8
-                instructions, else sha256. An adapter and a checkpoint are digested by SHA-256 (docs/digests.md).
+            digest: prefer_keyed, keyed or sha256 (docs/digests.md). "" means prefer_keyed on a host with a GPU or a CPU
+                with int8 instructions, else sha256. prefer_keyed is keyed if every stage of the model computes keyed
+                digests, else sha256. Adapters and checkpoints are digested by SHA-256.
             probe: log probabilities of the new weights. Every target must reproduce the log probabilities before
                 serving, at every level of ``verify``.
             decode_check: every target compares decode with prefill before serving (docs/decode-check.md). None: each

@@ -1789,8 +1789,8 @@ class CheckWeightsRequest(_message.Message):
     digest_key: _builtins.bytes
     """Key of a keyed digest, 16 bytes. The answer then has no rank digests. Empty: the key of expected_digest."""
     digest: Global___DigestFunction.ValueType
-    """CHECKSUM: digest function. Unset: the function of digest_key and expected_digest, otherwise SHA256. Not for
-    adapters.
+    """CHECKSUM: digest function. Unset: the function of digest_key and expected_digest, otherwise SHA256; `rlctl weights
+    checksum` and the SDK then send AS_VERIFIED for a check of all weights without per_tensor. Not for adapters.
     """
     tensor: _builtins.str
     """READ: checkpoint name of the tensor. Required for READ."""

@@ -573,7 +573,9 @@ class DiffusionEngine(Engine):
         if self._failure is not None:
             raise self._failure.reason.error(self._failure.message, outcome=OUTCOME_REJECTED)
         if not self._ready:
-            raise Reason.ILLEGAL_STATE.error("the engine has not started yet", next_step="Repeat the call when it has.")
+            raise Reason.ILLEGAL_STATE.error(
+                "the engine has not started yet", next_step="Repeat the call after the engine has started."
+            )
         if reason := self._unsupported.get(verb):
             raise Reason.UNSUPPORTED.error(f"{verb}: {reason}", outcome=OUTCOME_SKIPPED)
 

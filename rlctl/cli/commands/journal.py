@@ -84,7 +84,7 @@ def journal_backup(settings: Settings, target: Path, file: Path | None, name: st
             files.copy(path, draft)
         else:
             raise Reason.JOURNAL_FAILED.error(
-                f"journal {path}: there is no such file", next_step="Name the file of the journal."
+                f"journal {path}: there is no such file", next_step="Pass the path of the journal."
             )
         contents = verify(draft)
         with draft.open("rb") as written:

@@ -78,7 +78,7 @@ class Sources:
                 f"{slot.name}'s engine does not compute the keyed digest of version {model.latest.label!r}, and no "
                 "other stage can digest the version by SHA-256",
                 field="slots",
-                next_step="The trainer's next full update reaches the stage.",
+                next_step="The next full update reaches the stage, unless it requires digest=keyed.",
             )
         transport = TRANSPORT_DISK if isinstance(source, str) else TRANSPORT_TORCH_GLOO
         obstacles = verification_levels.reached(slot, transport, UpdateOptions(), [slot])

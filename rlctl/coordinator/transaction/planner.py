@@ -136,7 +136,11 @@ class Planner:
             raise Reason.UNSUPPORTED.error(
                 f"{incapable[0].name}'s engine computes no keyed digests",
                 field="options.digest",
-                next_step="Send a full update, or retire the stage.",
+                next_step=(
+                    "Send a full update with digest=sha256, or retire the stage."
+                    if request.kind == UPDATE_KIND_DELTA
+                    else "Use digest=prefer_keyed or digest=sha256, or retire the stage."
+                ),
             )
         return key
 
