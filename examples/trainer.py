@@ -18,6 +18,6 @@ with rlctl.connect("127.0.0.1:5080") as fleet, fleet.publisher("actor") as publi
             parameter.data.mul_(0.999)
         result = publisher.update(model, version=f"step-{step}", pause="retract")
         print(result.version.label, f"paused {result.pause_s * 1e3:.0f} ms", result.model_digest[:12])
-    held = {rank.check.model_digest for stage in fleet.check_weights().stage_results for rank in stage.rank_results}
-    assert held == {result.model_digest}
+    digests = {rank.check.model_digest for stage in fleet.check_weights().stage_results for rank in stage.rank_results}
+    assert digests == {result.model_digest}
     assert rlctl.has_digest(model, result.model_digest)

@@ -36,7 +36,7 @@ from rlctl_servers.requests.probe import Prober, Turn
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server import Server
-from rlctl_servers.server.state import ServerState
+from rlctl_servers.server.state import ServerState, update_open
 from rlctl_servers.updates.checkpoints import Checkpoints
 from rlctl_servers.updates.rank_calls import Met
 from rlctl_servers.updates.updates import Ranks, Updates
@@ -376,9 +376,7 @@ class ServerEngine(Engine):
 
     def _refuse_during_update(self) -> None:
         if self._updates.open or self._adapters.open:
-            raise Reason.ILLEGAL_STATE.error(
-                "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
-            )
+            raise update_open()
 
     # Weights.
 
@@ -507,9 +505,7 @@ class ServerEngine(Engine):
         if request.action in COMPUTED and self._prober is not None:
             self._check("")
             if self._updates.in_place:
-                raise Reason.ILLEGAL_STATE.error(
-                    "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
-                )
+                raise update_open()
             call.accept()
             if request.action == verbs_pb2.CHECK_ACTION_PROBE:
                 prompts = await self._prober.probe(request.prompts, call)

@@ -390,7 +390,7 @@ class Reason(enum.Enum):
     )
     PROBE_MISMATCH = (
         PreconditionFailed,
-        "The log probabilities differ from those that the trainer expects.",
+        "The log probabilities differ from the trainer's.",
         "Compare dtype and kernels of engine and trainer; raise the tolerance only for a known difference.",
     )
     DECODE_MISMATCH = (

@@ -54,9 +54,7 @@ def verify(path: Path) -> Contents:
     Raises JOURNAL_FAILED if the journal is missing, damaged or in use.
     """
     if not path.exists():
-        raise Reason.JOURNAL_FAILED.error(
-            f"journal {path}: there is no such file", next_step="Pass the path of the journal."
-        )
+        raise files.missing(path)
     with tempfile.TemporaryDirectory(prefix="rlctl-journal-") as directory:
         copied = Path(directory) / path.name
         files.copy(path, copied)
@@ -107,9 +105,7 @@ def compact(path: Path, *, retained: int = RETAINED) -> tuple[int, int, int]:
     in use.
     """
     if not path.exists():
-        raise Reason.JOURNAL_FAILED.error(
-            f"journal {path}: there is no such file", next_step="Pass the path of the journal."
-        )
+        raise files.missing(path)
     journal = SqliteJournal(path)
     try:
         before = path.stat().st_size

@@ -17,7 +17,7 @@ class UpdateResult:
         version: label and sequence that the fleet serves now. For an adapter update, of the base weights.
         operation: the operation with a result for every rank of every target.
         model_digest: model digest of the full weights at every verified target, "HEX@KEY" or "HEX" (docs/digests.md).
-            "" if no target was verified, and for an adapter, whose digest is in the operation.
+            "" if no target was verified. "" for an adapter: the operation has its digest.
         bytes_sent: bytes sent by this source.
         tensors_sent: tensors sent by this source. Of a delta, the tensors that differ from the base.
         transfer_s: seconds from the first tensor to the last byte sent.

@@ -20,7 +20,7 @@ def register() -> None:
 
 
 def _alone() -> None:
-    """Raise RuntimeError if this process has other threads: what is forked would lack them."""
+    """Raise RuntimeError if this process has other threads. A forked process would lack them."""
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("the server has started a thread before its processes")
 

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timeout(1500)
 UPDATES = 50
 PAUSES = ("abort", "retract")
 KILLS = {8: "server of actor-0", 20: "actor-1", 32: "gateway-actor", 40: "server of actor-1"}
-"""What is killed a moment after the update of this number began."""
+"""Processes to kill, by the number of the update. The kill follows 0.2 s after the begin."""
 
 CALLERS = 6
 BETWEEN_S = 0.3
@@ -50,7 +50,7 @@ ENDED = {
     "NO_ROUTABLE_STAGE",
     "LINK_LOST",
 }
-"""The ends of a request that reached a living process: a whole answer, a stream without its last chunk, or a reason."""
+"""Ends of a request to a running process: a whole answer, a broken stream, an event with an error, or a reason."""
 
 
 @dataclass

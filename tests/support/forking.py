@@ -281,7 +281,7 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
-        raise SystemExit("something that was imported has started a thread: what is forked would lack it")
+        raise SystemExit("an imported module has started a thread, which a forked process would lack")
     gc.collect()
     gc.freeze()
     woken, wake = os.pipe()

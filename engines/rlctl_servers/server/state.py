@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rlctl.contract.errors import Reason
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, PAUSE_MODE_UNSPECIFIED, MemoryTag, PauseMode
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_servers.server.server_info import check_tags
@@ -41,9 +41,7 @@ class ServerState:
             names = (MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in sorted(self.released))
             raise Reason.MEMORY_RELEASED.error(f"released: {', '.join(names)}; generation needs every region")
         if updating:
-            raise Reason.ILLEGAL_STATE.error(
-                "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
-            )
+            raise update_open()
 
     def release(
         self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
@@ -68,3 +66,10 @@ class ServerState:
         return MemoryReport(
             released=released, kept=[tag for tag in released if keeps_weights and tag == MEMORY_TAG_WEIGHTS]
         )
+
+
+def update_open() -> RlctlError:
+    """Return the error of a verb that is refused during a weight update."""
+    return Reason.ILLEGAL_STATE.error(
+        "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
+    )

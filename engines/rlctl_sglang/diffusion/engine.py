@@ -25,6 +25,7 @@ from rlctl_servers.server import server
 from rlctl_servers.server.admin_calls import Control, time_left, touched
 from rlctl_servers.server.http import Answer, Http
 from rlctl_servers.server.server_info import check_tags, server_info, without_code, without_levels
+from rlctl_servers.server.state import update_open
 from rlctl_servers.updates.open_update import opened
 
 from rlctl.contract.durations import duration
@@ -341,9 +342,7 @@ class DiffusionEngine(Engine):
         self._check("ReleaseMemory")
         check_tags(PRODUCT, request.tags, [MEMORY_TAG_WEIGHTS])
         if self._update is not None:
-            raise Reason.ILLEGAL_STATE.error(
-                "a weight update is open", next_step="Wait for its end, or `rlctl weights abort`."
-            )
+            raise update_open()
         call.accept()
         if not self._released:
             answer = await self._control.tell("/release_memory_occupation", {}, call=call)

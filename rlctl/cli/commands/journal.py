@@ -83,9 +83,7 @@ def journal_backup(settings: Settings, target: Path, file: Path | None, name: st
         elif path.exists():
             files.copy(path, draft)
         else:
-            raise Reason.JOURNAL_FAILED.error(
-                f"journal {path}: there is no such file", next_step="Pass the path of the journal."
-            )
+            raise files.missing(path)
         contents = verify(draft)
         with draft.open("rb") as written:
             os.fsync(written.fileno())

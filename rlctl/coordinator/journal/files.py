@@ -107,6 +107,13 @@ def refuse_used(path: Path) -> bool:
     return True
 
 
+def missing(path: Path) -> RlctlError:
+    """Return the error for a journal without a file."""
+    return Reason.JOURNAL_FAILED.error(
+        f"journal {path}: there is no such file", next_step="Pass the path of the journal."
+    )
+
+
 def failed(path: Path, error: sqlite3.Error, locked: str = LOCKED) -> RlctlError:
     """Return the error of a journal for an error of SQLite."""
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:

@@ -81,7 +81,7 @@ class OngoingRequest:
         return await self.within(lambda: anext(parts, None))
 
     async def within(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Return what is read of the engine's answer, if the stage may send it.
+        """Read a part of the engine's answer, and return it if the stage may send it.
 
         Raises DEADLINE_EXCEEDED; STAGE_NOT_SERVING if no further tokens may be sent; ENGINE_FAILED if the engine
         cancels the request without an error; and the engine's own error.

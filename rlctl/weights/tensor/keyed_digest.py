@@ -233,7 +233,7 @@ def _digest_in_memory(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
         halves = _halves(batch)
         if not halves:
             raise
-    # Outside of the handler, whose traceback holds the tensors of the failed try.
+    # Not in the handler: the traceback there holds the tensors of the failed call.
     sums: dict[int, Sum] = {}
     for half in halves:
         for index, part in _digest_in_memory(keys, half).items():

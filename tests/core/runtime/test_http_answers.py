@@ -1,4 +1,4 @@
-"""Answers of servers, in whatever pieces they come."""
+"""Answers of servers, received in pieces of every size."""
 
 from __future__ import annotations
 

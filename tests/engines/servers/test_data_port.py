@@ -42,7 +42,7 @@ ROUTES = [HttpRoute("POST", "/generate"), HttpRoute("GET", "/v1/models/{id}", ga
 
 
 class Engine:
-    """An engine of this name. Its answers say what it got."""
+    """An engine that answers with its name and the request that it received."""
 
     def __init__(self, name: str) -> None:
         self.name = name

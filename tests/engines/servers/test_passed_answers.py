@@ -105,13 +105,19 @@ BEGINNINGS = [
 async def test_a_client_that_leaves_ends_its_request_at_the_server(first: bytes) -> None:
     server = Slow(first)
     async with made(server) as world:
-        asking = asyncio.create_task(read(world))
-        await eventually(lambda: world.heads)
-        await asyncio.sleep(0.05)
+        asking = await begun(world)
         assert (world.requests.active, server.ended) == (1, 0)
         asking.cancel()
         await eventually(lambda: server.ended == 1)
         assert not world.requests.active
+
+
+async def begun(world: World) -> asyncio.Task[tuple[str, bytes]]:
+    """Send a request, and return its call once the server has sent its first bytes."""
+    asking = asyncio.create_task(read(world))
+    await eventually(lambda: world.heads)
+    await asyncio.sleep(0.05)
+    return asking
 
 
 async def read(world: World) -> tuple[str, bytes]:
@@ -123,9 +129,7 @@ async def read(world: World) -> tuple[str, bytes]:
 async def test_the_gate_ends_requests_at_the_server(first: bytes) -> None:
     server = Slow(first)
     async with made(server) as world:
-        asking = asyncio.create_task(read(world))
-        await eventually(lambda: world.heads)
-        await asyncio.sleep(0.05)
+        asking = await begun(world)
         world.gate.put(state=STAGE_STATE_DIRTY, vouched=False)
         await eventually(lambda: server.ended == 1)
         if b"event-stream" in first:

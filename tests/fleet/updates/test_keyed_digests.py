@@ -438,7 +438,7 @@ async def test_a_stage_that_computes_no_keyed_digest_is_healed_by_the_sha256_of_
         await fleet.until(lambda stages: stages[0].incarnation == 2 and stages[0].state == common.STAGE_STATE_STALE)
         heal = HealStageRequest(slots=["a"], checkpoint=checkpoint("w1"))
         registered = (fleet.server.coordinator.roster.slots["a"].record, fleet.stages["a"]._stage)
-        # One that says that it computes them, and answers by SHA-256.
+        # An engine that reports keyed digests among its capabilities, and answers by SHA-256.
         for each in registered:
             each.registration.capabilities.keyed_digests = True  # type: ignore[attr-defined]
         error = (await fleet.stub.HealStage(heal)).stage_results[0].error
