@@ -40,9 +40,9 @@ class Together:
     def exchanging(self, number: str, timeout_s: float) -> Iterator[Exchange]:
         """Yield an exchange for one call, with the same ``number`` at every rank. Raises GROUP_FAILED.
 
-        The exchange is left when the next exchange begins: by then all ranks have read its messages. A rank that fails
-        in the middle leaves at once, and so ends the wait of the other ranks. A rank refuses inside the exchange, by
-        :func:`agreed`: before it, the other ranks would wait for the refusing rank.
+        The exchange is left when the next exchange begins: by then all ranks have read its messages. A rank leaves at
+        once after a defect, or if the exchange has failed, and so ends the wait of the other ranks. A rank refuses
+        inside the exchange, by :func:`agreed`: before it, the other ranks would wait for the refusing rank.
         """
         if self._size == 1:
             yield LocalExchange()
@@ -56,13 +56,14 @@ class Together:
         place = Membership(*self.store, self._rank, self._size, "gloo")
         self._groups.join(name, place, timeout_s=min(timeout_s, MEET_S), broadcast_timeout_s=timeout_s)
         self._last = name
+        exchange = GroupExchange(self._groups.get(name).process_group)
         try:
-            yield GroupExchange(self._groups.get(name).process_group)
-        except RlctlError:
-            raise  # all ranks have agreed on the error, or the group has failed
-        except BaseException:
-            self._last = ""
-            self._groups.leave(name)
+            yield exchange
+        except BaseException as error:
+            has_agreed = isinstance(error, RlctlError) and not exchange.failed
+            if not has_agreed:
+                self._last = ""
+                self._groups.leave(name)
             raise
 
 

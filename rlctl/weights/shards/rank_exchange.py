@@ -66,7 +66,12 @@ class GroupExchange:
     """An exchange over a torch process group (a gloo or NCCL backend, or a ``ProcessGroup``) without other users.
 
     The methods raise GROUP_FAILED if a rank is gone or after the group's timeout.
+
+    Attributes:
+        failed: a method has raised GROUP_FAILED; other ranks may still wait for this rank.
     """
+
+    failed = False
 
     def __init__(self, group: Any, *, device: str = "cpu") -> None:
         """Wrap a group; ``device`` is the device of the group's tensors: the rank's own device for NCCL."""
@@ -112,6 +117,7 @@ class GroupExchange:
             for work in [start() for start in starts]:
                 work.wait()
         except RuntimeError as error:
+            self.failed = True
             raise Reason.GROUP_FAILED.error(f"the ranks of the stage could not exchange: {cause_of(error)}") from error
 
 
