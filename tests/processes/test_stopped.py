@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from digests import holds
 from interrupted_weights import Interrupted
+from up_helpers import restarted, when
 
 import rlctl
 from rlctl.command_stream.commander import SILENCE_S
@@ -64,11 +64,6 @@ def stage(fleet: Fleet, slot: str) -> Stage:
     return next(stage for stage in fleet.status().stages if stage.registration.slot == slot)
 
 
-def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
-    with closing(fleet.watch()) as events:
-        next(event for event in events if condition())
-
-
 def held(fleet: Fleet, *slots: str) -> set[str]:
     operation = fleet.check_weights(slots=slots)
     return {rank.check.model_digest for stage in operation.stage_results for rank in stage.rank_results}
@@ -78,7 +73,7 @@ def test_a_rank_zero_that_goes_on_is_written_by_the_next_update(two: LaunchedFle
     with two.connect() as fleet:
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         stopped_in_an_update(two, fleet, publisher, "a")
-        until(fleet, lambda: stage(fleet, "a").state == common.STAGE_STATE_DIRTY and not open_update(fleet))
+        when(fleet, lambda now: now["a"].state == common.STAGE_STATE_DIRTY and not open_update(fleet))
         assert [rank.alive for rank in stage(fleet, "a").report.ranks] == [True, True], (
             "it was the one that was stopped"
         )
@@ -95,15 +90,14 @@ def test_without_a_follower_the_others_are_written_and_its_engine_heals_after_it
         publisher = fleet.publisher("actor", bucket_bytes=16 << 10)
         said = stopped_in_an_update(two, fleet, publisher, "a.1", quorum=1)
         assert said.endswith("in another attempt: retries=1.")
-        until(fleet, lambda: not open_update(fleet))
+        when(fleet, lambda _: not open_update(fleet))
         assert [rank.alive for rank in stage(fleet, "a").report.ranks] == [True, False]
         model = demo_tiny.make(seed=3)
         result = publisher.update(model, version="after", quorum=1, deadline_s=60)
         assert result.operation.state in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL)
         assert holds(held(fleet, "b"), model)
         assert (stage(fleet, "b").routable, stage(fleet, "b").incarnation) == (True, 1)
-        two.restart("a")
-        until(fleet, lambda: stage(fleet, "a").routable)
+        restarted(two, fleet, "a")
         assert holds(held(fleet), model)
         publisher.close()
 
