@@ -111,7 +111,9 @@ class SGLangEngine(ServerEngine):
         is_unpaired = facts.mode == "null"  # a server of a pair generates nothing alone
         routes = passing.routes(metrics=bool(facts.info.get("enable_metrics")))
         http_routes = [*routes, *self._options.data_routes] if is_unpaired else []
-        self._adapters = Adapters(self._control, self._state, self._checkpoints, self._requests, table, facts.info)
+        self._adapters = Adapters(
+            self._control, self._state, self._checkpoints, self._requests, table, facts.info, self._ranks
+        )
         # A probe would let an attached server answer other requests. A server of a pair answers no probe alone.
         probes = self._server.launched and facts.mode == "null"
         self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None

@@ -2,13 +2,15 @@
 
 The environment variable SABOTAGE names a file with orders, ``KIND:NAME,...@RANK``: ``drop`` (a tensor is not placed),
 ``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit),
-``flip-shadow`` (a bit of a shadow copy changes after the seal). By ``stale-decode`` decode steps of all ranks compute
-with weights of the server's start.
+``flip-shadow`` (a bit of a shadow copy changes after the seal), ``late-adapter`` (an adapter is loaded a second later),
+``no-adapter`` (it is not loaded). By ``stale-decode`` decode steps of all ranks compute with weights of the server's
+start.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ def register() -> None:
     from rlctl_servers.ranks.model import MemoryMap
     from rlctl_servers.ranks.staged_update import StagedUpdate
     from rlctl_sglang.ranks.model import SGLangModel
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.runtime_context import get_parallel
 
     seal, stale_decode = StagedUpdate.seal, sabotage.for_decode
     place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, Path(os.environ["SABOTAGE"])
@@ -58,6 +62,16 @@ def register() -> None:
         os.environ[sabotage.VARIABLE] = "stale-decode"
         stale_decode(module, lambda *args, **kwargs: told() == "stale-decode" and decodes(*args, **kwargs))
 
+    def reading(load: Callable[..., None], *args: Any) -> None:
+        kind, _ = orders(get_parallel().tp_rank)
+        if kind == "late-adapter":
+            time.sleep(1)
+        if kind == "no-adapter":
+            raise OSError("no such file, as the test wants it")
+        load(*args)
+
+    target = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
+    HookRegistry.register(target, reading, HookType.AROUND)
     sabotage.for_decode = for_decode
     StagedUpdate.seal = sealing  # type: ignore[method-assign]
     MemoryMap.place, SGLangModel.finalize_load = placing, finishing  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,38 @@ def test_what_does_not_fit_changes_nothing(pair: Fleet, tiny: tuple[Any, Path], 
         save(tmp_path / "parts", alone, target_modules=["q_proj"]),
     )
     adapter_steps.are_refused(pair, tiny[0], tmp_path, [(Reason.UNSUPPORTED, path) for path in unsupported])
+
+
+@pytest.fixture
+def ordered(sabotage: Path) -> Iterator[Path]:
+    yield sabotage
+    sabotage.unlink(missing_ok=True)
+
+
+def test_an_adapter_is_loaded_at_every_rank_before_its_files_are_removed(
+    pair: Fleet, tiny: tuple[Any, Path], ordered: Path
+) -> None:
+    """SGLang answers a load once rank 0 has loaded the adapter."""
+    ordered.write_text("late-adapter:@1")
+    adapter_steps.are_sent_by_a_trainer(pair, tiny[0])
+
+
+def test_an_adapter_that_a_rank_has_not_loaded_is_refused(
+    pair: Fleet, tiny: tuple[Any, Path], tmp_path: Path, ordered: Path
+) -> None:
+    """SGLang reports success, and the rank without the adapter would end the server at the next request with it."""
+    path = save(tmp_path / "partial", lora(tiny[0], 5))
+    ordered.write_text("no-adapter:@1")
+    with pytest.raises(RlctlError) as refused:
+        pair.load_adapter("partial", path, version="1")
+    assert refused.value.reason is Reason.ENGINE_FAILED
+    assert "not at rank 1" in refused.value.message
+    assert adapter_steps.listed(pair) == set()
+    ordered.unlink()
+    pair.load_adapter("partial", path, version="1")
+    assert adapter_steps.generated(pair, "partial")[1] == {"1"}
+    assert [stage.incarnation for stage in pair.status().stages] == [1], "SGLang was not started again"
+    pair.unload_adapter("partial")
 
 
 def test_none_that_serves_makes_room_for_another(pair: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:

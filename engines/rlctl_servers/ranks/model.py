@@ -50,6 +50,10 @@ class RankModel(LoadHooks, abc.ABC):
         """Return lists of names that the engine processes together. An update writes all tensors of a list, or none."""
         return ()
 
+    def adapters(self) -> Collection[str]:
+        """Return the names under which this rank has loaded adapters. Raises UNSUPPORTED."""
+        raise Reason.UNSUPPORTED.error(f"the ranks of {self.product} do not list their adapters")
+
     def learn(self, reference: Mapping[str, TensorMeta]) -> None:
         """Find the places of the reference's tensors. Called once for each stage server, before it serves.
 

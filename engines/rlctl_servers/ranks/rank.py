@@ -99,6 +99,7 @@ class Rank:
             "AbortUpdate": self._abort,
             "CheckWeights": self._check,
             "SendWeights": self._send,
+            "ListAdapters": self._list_adapters,
         }
         message = VERBS[verb].request()
         message.ParseFromString(request)
@@ -164,6 +165,10 @@ class Rank:
     def _place(self) -> None:
         self._shards = self._model.places(self._reference)
         self._receiver = Receiver(self._shards)
+
+    def _list_adapters(self, request: v.ListAdaptersRequest, update_id: str, timeout_s: float) -> v.AdapterList:
+        """Return the adapters that this rank has loaded, by the server's names."""
+        return v.AdapterList(adapters=[v.Adapter(name=name) for name in self._model.adapters()])
 
     # Groups.
 

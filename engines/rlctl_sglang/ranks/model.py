@@ -135,6 +135,11 @@ class SGLangModel(RankModel):
 
     # Reading.
 
+    def adapters(self) -> list[str]:
+        """Return the names of the loaded adapters; none if SGLang was started without adapters."""
+        manager = getattr(self._runner, "lora_manager", None)
+        return [reference.lora_name for reference in manager.lora_refs.values()] if manager is not None else []
+
     def learned(self, reference: Mapping[str, TensorMeta]) -> bool:
         """Return whether the layout of these tensors is known."""
         return self._layout is not None and self._layout.metas == dict(reference)

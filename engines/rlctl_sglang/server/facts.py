@@ -287,6 +287,9 @@ async def ask(
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
     elif dp_size > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
+    elif facts.world_size > 1 and not facts.ranks:
+        unanswered = unsupported["CheckWeights"]
+        unsupported |= dict.fromkeys(_ADAPTERS, f"SGLang answers a load of an adapter for one rank only: {unanswered}")
     for keeper in keepers_in(KEEPERS, info):
         unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)
     return replace(facts, unsupported=unsupported)

@@ -14,9 +14,10 @@ from rlctl_servers.updates.checkpoints import Checkpoints
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.v1.verbs_pb2 import AdapterConfig
+from rlctl.v1.verbs_pb2 import AdapterConfig, AdapterList, ListAdaptersRequest
 from rlctl_sglang.server.process import PRODUCT
 from rlctl_sglang.state import State
+from rlctl_sglang.updates.rank_calls import Ranks
 
 _FUSED = (
     (("q_proj", "k_proj", "v_proj"), ({"q_proj", "v_proj"}, {"q_proj", "k_proj", "v_proj"})),
@@ -40,10 +41,12 @@ class Adapters(adapters.Adapters):
         requests: Requests,
         table: LoraTable,
         info: Mapping[str, Any],
+        ranks: Ranks | None,
     ) -> None:
-        """``info``: /server_info."""
+        """``info``: /server_info; ``ranks``: None for a server of one rank without rlctl's plug-in."""
         super().__init__(PRODUCT, checkpoints, requests, table, limits_of(info))
         self._control = control
+        self._ranks = ranks
         self._state = state
 
     @property
@@ -54,6 +57,21 @@ class Adapters(adapters.Adapters):
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
         body = {"lora_name": name, "lora_path": fitting.path, "pinned": pinned}
         await self._control.must("/load_lora_adapter", body, call=call)
+        if self._ranks is not None:
+            await self._refuse_partial(name, self._ranks, call)
+
+    async def _refuse_partial(self, name: str, ranks: Ranks, call: Call) -> None:
+        """Raise ENGINE_FAILED if a rank has not loaded the adapter. SGLang answers a load once rank 0 has loaded it.
+
+        Each rank carries out its calls in order, so its answer comes after its load, and the files may be removed then.
+        """
+        answers = await ranks.each("ListAdapters", ListAdaptersRequest(), AdapterList, call)
+        missing = [n for n, answer in enumerate(answers) if name not in {adapter.name for adapter in answer.adapters}]
+        if missing:
+            raise Reason.ENGINE_FAILED.error(
+                f"SGLang has loaded the adapter at other ranks, but not at rank {', '.join(map(str, missing))}",
+                next_step="Check that every node of the server can read the adapter's files, then load it again.",
+            )
 
     async def unload(self, name: str) -> bool:
         """Unload a name at SGLang. An unknown name counts as unloaded."""

@@ -21,7 +21,7 @@ WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeight
 VERBS = SGLangEngine.verbs()
 
 
-async def unsupported(**info: Any) -> set[str]:
+async def unsupported(*, plugin: bool = True, **info: Any) -> set[str]:
     """Verbs that such a server cannot do, of those that SGLang 0.5.23 has the routes for."""
 
     class Control:
@@ -33,7 +33,7 @@ async def unsupported(**info: Any) -> set[str]:
             return {"paths": {f"/{name}": {} for name in names.split()}}
 
     async def attach() -> list[dict[str, Any]]:
-        return [{"rank": rank} for rank in range(int(info.get("tp_size", 1)))]
+        return [{"rank": rank} for rank in range(int(info.get("tp_size", 1)))] if plugin else []
 
     control: Any = Control()
     return set((await ask(control, VERBS, attach, Call("c", 0.0))).unsupported)
@@ -62,6 +62,14 @@ async def test_what_a_load_or_a_flush_does_not_reach_rules_out_updates(keeper: s
 async def test_a_store_of_kv_entries_rules_out_adapters() -> None:
     assert "LoadAdapter" in await unsupported(enable_lora=True, enable_lmcache=True)
     assert "LoadAdapter" not in await unsupported(enable_lora=True, enable_eplb=True)
+
+
+async def test_ranks_that_do_not_answer_rule_out_adapters() -> None:
+    """SGLang answers a load of an adapter for rank 0 only."""
+    assert "LoadAdapter" in await unsupported(enable_lora=True, tp_size=2, plugin=False)
+    assert "LoadAdapter" in await unsupported(enable_lora=True, pp_size=2)
+    assert "LoadAdapter" not in await unsupported(enable_lora=True, tp_size=2)
+    assert "LoadAdapter" not in await unsupported(enable_lora=True, plugin=False)
 
 
 async def test_settings_as_sglang_writes_them_where_nothing_is_set_rule_out_nothing() -> None:

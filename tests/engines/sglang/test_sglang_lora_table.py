@@ -62,7 +62,7 @@ async def test_what_has_taken_the_place_of_an_adapter_was_not_refused() -> None:
     """Also when the requests of the one before cannot be ended: it is what new requests get."""
     table, deaf = LoraTable(), Deaf()
     silent: Any = deaf
-    adapters = Adapters(silent, State(), silent, silent, table, {})
+    adapters = Adapters(silent, State(), silent, silent, table, {}, None)
     one, two = held(table, "math", "1"), held(table, "math", "2")
     table.put(one)
     adapters._update = OpenAdapter("u", two.info, staged=two)
@@ -79,7 +79,7 @@ class Unloading(Adapters):
 
     def __init__(self, state: State, table: LoraTable) -> None:
         silent: Any = Deaf()
-        super().__init__(silent, state, silent, silent, table, {})
+        super().__init__(silent, state, silent, silent, table, {}, None)
         self.unloaded: list[str] = []
 
     async def unload(self, name: str) -> bool:
