@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -42,12 +43,13 @@ class LoraTable:
         self.by_name: Mapping[str, Held] = {}
         """By rlctl's name. The mapping is replaced, never changed."""
         self._numbers = itertools.count(1)
+        self._table_id = secrets.token_hex(4)  # an attached server may have the names of an earlier stage server
         self._lock = threading.Lock()
         self._users: Counter[str] = Counter()
 
     def new_name(self, info: Adapter) -> str:
         """Return a name that was never used at the server."""
-        return f"{info.name}@{info.version}#{next(self._numbers)}"
+        return f"{info.name}@{info.version}#{self._table_id}-{next(self._numbers)}"
 
     def put(self, held: Held) -> Held | None:
         """Replace the adapter of the same name. Return the replaced adapter, or None."""

@@ -29,6 +29,11 @@ def test_a_name_is_used_for_one_load_only() -> None:
     assert all(name.startswith("math@1") for name in names)
 
 
+def test_a_later_stage_server_uses_other_names() -> None:
+    """An attached server keeps the adapters of the stage server before."""
+    assert held(LoraTable(), "math", "1").name != held(LoraTable(), "math", "1").name
+
+
 def test_a_sample_keeps_what_it_began_with() -> None:
     table = LoraTable()
     one, two = held(table, "math", "1"), held(table, "math", "2")
