@@ -170,6 +170,7 @@ class Updates:
         """Open an update; a repeat with the same id starts anew. A staged update leaves the server generating."""
         self.refuse(request, call)
         previous, staged = self._update, request.apply == APPLY_MODE_STAGED
+        update = OpenUpdate(call.update_id, staged, request.selector, dirty=previous is not None and previous.dirty)
         if not staged:
             await self._pause.begin(call)
         try:
@@ -177,15 +178,17 @@ class Updates:
                 await self._ranks.each("PrepareUpdate", request, WeightsReport, call)
         except RlctlError as error:
             if staged:
-                await self._drop_copies(call)
+                failure = await self._drop_copies(call)
+                if failure is not None:
+                    self._update = update  # the abort lets the ranks drop their copies
+                    error.message += f"; a shadow copy may remain until the abort: {failure.message}"
+                    error.outcome = OUTCOME_UNKNOWN
                 raise _spared(error) from error
             if previous is None:
                 await self._pause.end(call, error)
             raise
-        self._update = OpenUpdate(
-            call.update_id, staged, request.selector, dirty=previous is not None and previous.dirty
-        )
-        return self._update.report
+        self._update = update
+        return update.report
 
     async def from_distributed(self, request: UpdateWeightsFromDistributedRequest, call: Call) -> list[RankResult]:
         if request.load_format == FLATTENED:
@@ -363,12 +366,14 @@ class Updates:
                 await self._pause.end(call, error)
             raise
 
-    async def _drop_copies(self, call: Call) -> None:
-        """Let the ranks drop their shadow copies after a rank could not make its own."""
+    async def _drop_copies(self, call: Call) -> RlctlError | None:
+        """Let the ranks drop their shadow copies. Return the failure, or None."""
         try:
             await self._close(call)
         except RlctlError as error:
-            log.warning("%s: a shadow copy may stay until the next update: %s", self._product, error)
+            log.warning("%s: a shadow copy may remain: %s", self._product, error)
+            return error
+        return None
 
     async def _close(self, call: Call) -> None:
         if self._ranks is not None:

@@ -336,6 +336,44 @@ async def test_what_a_staged_update_receives_is_interrupted(
         await writing
 
 
+async def test_copies_that_the_ranks_may_keep_after_a_failed_prepare_are_dropped_by_the_abort(
+    updates: Updates, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out, late = server.each, Call("late", 0.0, update_id="u")
+
+    async def expire(verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+        if call is late:
+            raise Reason.DEADLINE_EXCEEDED.error(f"no time is left for {verb}")
+        return await carry_out(verb, request, reply, call)
+
+    monkeypatch.setattr(server, "each", expire)
+    with pytest.raises(RlctlError) as failed:
+        await updates.prepare(STAGED, late)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.DEADLINE_EXCEEDED, OUTCOME_UNKNOWN)
+    assert (updates.open, updates.whole, server.verbs) == (True, True, [])
+    await updates.abort(CALL)
+    assert (updates.open, updates.whole, server.verbs) == (False, True, ["AbortUpdate"])
+    assert (server.pauses, server.label) == (["end"], "at its start")
+
+
+async def test_a_refused_staged_update_is_not_open(
+    updates: Updates, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out = server.each
+
+    async def refuse(verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+        answers = await carry_out(verb, request, reply, call)
+        if verb == "PrepareUpdate":
+            raise Reason.MEMORY_FULL.error("no room for a shadow copy", outcome=OUTCOME_DIRTY)
+        return answers
+
+    monkeypatch.setattr(server, "each", refuse)
+    with pytest.raises(RlctlError) as failed:
+        await updates.prepare(STAGED, CALL)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.MEMORY_FULL, OUTCOME_REJECTED)
+    assert (updates.open, server.verbs) == (False, ["PrepareUpdate", "AbortUpdate"])
+
+
 @pytest.mark.parametrize(("ranks", "field"), [(True, "abort_all_requests"), (False, "apply")])
 async def test_what_cannot_be_staged_is_refused_by_its_field(
     server: Server, tiny: tuple[Any, Path], ranks: bool, field: str
