@@ -36,8 +36,8 @@ SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
 _FOR_GOOD = (1 << 31) - 1
 """Attempt number for all attempts, also later attempts: this rank takes part in no attempt."""
 
-_MISSED = 8
-"""Missed updates per member whose end is kept for the member."""
+MISSED = 8
+"""Kept per member: ends of updates that the member missed, and its updates that failed before it joined."""
 
 _IN_CONFLICT = ("", Reason.FIELD_CONFLICT.name)
 """Reasons of a failed call after the lead reported a version conflict; "" before the member's report."""
@@ -78,7 +78,7 @@ class Members:
         self._present: dict[int, _Call] = {}
         self._waiting: dict[int, deque[_Call]] = {rank: deque() for rank in self._ranks}
         self._newest = dict.fromkeys(self._ranks, 0)
-        self._missed: dict[int, deque[tuple[str, JoinResponse]]] = {rank: deque(maxlen=_MISSED) for rank in self._ranks}
+        self._missed: dict[int, deque[tuple[str, JoinResponse]]] = {rank: deque(maxlen=MISSED) for rank in self._ranks}
         # A member waits for the answer to a shipment before the next one.
         self.shipments: asyncio.Queue[JoinRequest] = asyncio.Queue()
         self._lost: RlctlError | None = None
@@ -279,9 +279,20 @@ class Lead:
         try:
             yield update
         except BaseException as error:
-            with contextlib.suppress(RlctlError):
-                self.say(update, _FOR_GOOD, failed=detail(error), version=version)
+            self._report(update, version, detail(error))
             raise
+
+    def fail(self, version: str, error: ErrorDetail) -> None:
+        """Report an update that failed at this rank before the rank joined.
+
+        Without the report, the lead would give the end of its own part to a later update of that label.
+        """
+        self._updates += 1
+        self._report(self._updates, version, error)
+
+    def _report(self, update: int, version: str, error: ErrorDetail) -> None:
+        with contextlib.suppress(RlctlError):
+            self.say(update, _FOR_GOOD, failed=error, version=version)
 
     def say(
         self,
@@ -356,4 +367,4 @@ def _lead_lost(why: str) -> RlctlError:
     return Reason.TRAINER_RANK_LOST.error(f"trainer rank 0, which leads the updates, is gone: {why}")
 
 
-__all__ = ["Lead", "Members", "share"]
+__all__ = ["MISSED", "Lead", "Members", "share"]

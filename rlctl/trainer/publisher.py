@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +32,17 @@ from rlctl.runtime.event_loops import LoopThread
 from rlctl.trainer.bucket_plan import Offered, fit
 from rlctl.trainer.lead import RENEW_S, Leading
 from rlctl.trainer.member import follow
-from rlctl.trainer.member_streams import Lead, Members, share
+from rlctl.trainer.member_streams import MISSED, Lead, Members, share
 from rlctl.trainer.pending_update import AsyncPending, Pending, UpdateState
 from rlctl.trainer.probe import Probe
 from rlctl.trainer.progress_reports import OnProgress, refuse_unusable, reporting
-from rlctl.trainer.source_rank import STOP_S, Part, stopped
+from rlctl.trainer.source_rank import STOP_S, Part, detail, stopped
 from rlctl.trainer.traces import traced
 from rlctl.trainer.update_result import UpdateResult
 from rlctl.trainer.weights_pass import in_thread
 from rlctl.transport.tls.credentials import load_tls
 from rlctl.v1 import common_pb2, verbs_pb2
-from rlctl.v1.common_pb2 import RequestHeader, WeightVersion
+from rlctl.v1.common_pb2 import ErrorDetail, RequestHeader, WeightVersion
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.trainer_pb2 import Sent
 from rlctl.v1.update_pb2 import (
@@ -153,6 +154,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         self._leading: Leading | None = None
         self._lead: Lead | None = None
         self._meeting: asyncio.Task[None] | None = None
+        self._invitation: str | None = None
+        self._unjoined: deque[tuple[str, ErrorDetail]] = deque(maxlen=MISSED)
+        """Versions and errors of this rank's updates that ended before the connection to the lead."""
         self._state: UpdateState | None = None
         self._pending: AsyncPending | None = None
         if fleet is not None:
@@ -267,7 +271,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
                 reporting(self._fleet, progress, state, model=self._model, version=version) as report_end,
                 limit,
             ):
-                await self._meet()
+                await self._meet(version)
                 if self._lead is not None:
                     with self._lead.update(version) as number:
                         source = await self._part.read(weights, state)
@@ -394,16 +398,41 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         """Leave the groups and remove the segments, after all updates have ended."""
         self._part.close()
 
-    async def _meet(self) -> None:
+    async def _meet(self, version: str) -> None:
         """Connect the members to the lead, once. The lead's address goes through the trainer's own group.
 
         The exchange takes every rank and continues after the end of a waiting update, for the next update.
         """
         if self._meeting is None or (self._meeting.done() and (self._lead or self._leading) is None):
             self._meeting = asyncio.create_task(self._met())
-        await asyncio.shield(self._meeting)
+        try:
+            await asyncio.shield(self._meeting)
+        except BaseException as error:
+            self._unjoined.append((version, detail(error)))
+            raise
+        while self._lead is not None and self._unjoined:
+            self._lead.fail(*self._unjoined.popleft())
 
     async def _met(self) -> None:
+        if self._invitation is None:  # a further exchange would take the trainer's own collectives
+            self._invitation = await self._exchange()
+        if self._fleet is None:
+            address, token, secure = json.loads(self._invitation)
+            self._lead = await Lead.join(self._rank, address, token, load_tls() if secure else None)
+            return
+        assert self._members is not None
+        self._leading = Leading(
+            self._fleet,
+            self._model,
+            self._part,
+            self._members,
+            host=self._host,
+            trainer=self._trainer,
+            bucket_bytes=self._bucket_bytes,
+        )
+
+    async def _exchange(self) -> str:
+        """Return the lead's address and token, from the lead; "" without members. Every rank calls this."""
         invitation = ""
         if self._fleet is not None:
             if self._members is not None:
@@ -412,22 +441,11 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             if self._size > 1:
                 tls = self._fleet.connection.tls
                 invitation = json.dumps((*await self._members.start(self._host, tls), tls is not None))
-        if self._trainer_group is not None and self._size > 1:
-            share = functools.partial(self._share, self._trainer_group, invitation)
-            shared, _ = in_thread(share, lambda: None, "rlctl meeting")
-            address, token, secure = json.loads(await shared)
-            if self._rank:
-                self._lead = await Lead.join(self._rank, address, token, load_tls() if secure else None)
-        if self._fleet is not None and self._members is not None:
-            self._leading = Leading(
-                self._fleet,
-                self._model,
-                self._part,
-                self._members,
-                host=self._host,
-                trainer=self._trainer,
-                bucket_bytes=self._bucket_bytes,
-            )
+        if self._trainer_group is None or self._size == 1:
+            return invitation
+        share = functools.partial(self._share, self._trainer_group, invitation)
+        shared, _ = in_thread(share, lambda: None, "rlctl meeting")
+        return await shared
 
     def _share(self, group: dist.ProcessGroup, text: str) -> str:
         """Run in a thread, which does not inherit the caller's current device."""

@@ -28,6 +28,7 @@ from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.trainer.bucket_plan import digests_of
 from rlctl.trainer.lead import Leading
+from rlctl.trainer.member_streams import Lead
 from rlctl.trainer.pending_update import AsyncPending
 from rlctl.trainer.publisher import AsyncPublisher
 from rlctl.v1 import verbs_pb2
@@ -382,18 +383,26 @@ class Group:
 
 
 @pytest.fixture
+def groups() -> list[Group]:
+    told: queue.Queue[str] = queue.Queue()
+    return [Group(rank, told) for rank in range(2)]
+
+
+@pytest.fixture
 async def two_ranks(
-    fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    fleet: InProcessFleet,
+    checkpoint: Callable[[str], str],
+    groups: list[Group],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Callable[[str], list[AsyncPending]]]:
     """Start an update from a checkpoint at both ranks of a trainer."""
     monkeypatch.setattr("rlctl.trainer.publisher.share", Group.share)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    told: queue.Queue[str] = queue.Queue()
     async with await aio.connect(fleet.server.address) as client:
         ranks = [
-            AsyncPublisher(fleet, "actor", trainer_group=Group(number, told))  # type: ignore[arg-type]
-            for number, fleet in enumerate([client, None])
+            AsyncPublisher(fleet, "actor", trainer_group=group)  # type: ignore[arg-type]
+            for fleet, group in zip([client, None], groups, strict=True)
         ]
 
         def start(version: str) -> list[AsyncPending]:
@@ -445,6 +454,30 @@ async def test_an_update_that_is_cancelled_as_soon_as_it_was_started_is_so_at_ev
             assert caught.value.reason is Reason.CANCELLED
         for pending in two_ranks("four"):
             assert (await pending.wait()).version.label == "four"
+
+
+@pytest.mark.parametrize("label", ["again", "first"])
+async def test_a_rank_that_could_not_join_the_lead_joins_for_the_next_update_without_a_collective(
+    two_ranks: Callable[[str], list[AsyncPending]], groups: list[Group], monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    join = Lead.join
+
+    async def unreachable_once(*_: object) -> Lead:
+        monkeypatch.setattr(Lead, "join", join)
+        raise Reason.UNREACHABLE.error("the lead did not answer")
+
+    monkeypatch.setattr(Lead, "join", unreachable_once)
+    lead, member = two_ranks("first")
+    with pytest.raises(RlctlError, match="the lead did not answer"):
+        await member.wait()
+    lead.cancel()
+    with pytest.raises(RlctlError):
+        await lead.wait()
+    async with asyncio.timeout(20):
+        for pending in two_ranks(label):
+            assert (await pending.wait()).version.label == label
+    shared = [await asyncio.to_thread(group.share, "the trainer's own") for group in groups]
+    assert shared == ["the trainer's own"] * 2
 
 
 async def test_an_older_coordinator_is_told_of_before_anything_is_sent(
