@@ -48,7 +48,8 @@ class Admission:
             self._seen, self._leased = seen, seen.has_lease(self._clock)
             self._look_later()
         elif seen != self._seen:
-            return  # changed since the last poll
+            # Changed since the last poll. The state may return to that of the poll, which then announces no change.
+            within_s = min(within_s, LOOK_S)
         await asyncio.wait([self._changed], timeout=within_s)
 
     def _look_later(self) -> None:
