@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 FILE = 0o600
@@ -29,6 +31,17 @@ def make_directory(path: Path, *, own: bool = False) -> None:
     path.mkdir(mode=DIRECTORY, parents=True, exist_ok=True)
     if own:
         tighten(path, DIRECTORY)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Exclude other threads and processes of this host that lock the directory. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def tighten(path: Path, mode: int = FILE) -> None:

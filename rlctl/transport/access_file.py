@@ -6,6 +6,7 @@ little entropy.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -116,6 +117,25 @@ def read(path: Path) -> Principals:
         subjects.update(entry.certificates)
         entries[entry.name] = entry
     return entries
+
+
+@contextlib.contextmanager
+def changing(path: Path, *, new: bool = False) -> Iterator[Principals]:
+    """Yield the principals of a file, and write them at the end of the block. An exception leaves the file unchanged.
+
+    Other changes on this host wait for the end of the block. ``new``: a missing file has no principals. Raises
+    FIELD_INVALID.
+    """
+    with contextlib.ExitStack() as lock:
+        try:
+            if new:
+                private_files.make_directory(path.parent)
+            lock.enter_context(private_files.locked(path.parent))
+        except OSError as error:
+            raise _invalid(path, f"its directory cannot be locked: {error}") from None
+        entries = Principals() if new and not path.exists() else read(path)
+        yield entries
+        write(path, entries, max_in_flight=entries.max_in_flight)
 
 
 def write(path: Path, entries: Mapping[str, Entry], *, max_in_flight: int | None = None) -> None:

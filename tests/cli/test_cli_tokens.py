@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cli_helpers import Cli, LiveFleet
 
-from rlctl.transport.access_file import hash_of, read
+from rlctl.cli.app.settings import Settings
+from rlctl.contract.scopes import Grant
+from rlctl.transport import access_file
+from rlctl.transport.access_file import Entry, hash_of, read
 from rlctl.transport.auth import Access
 from rlctl.transport.channel import bearer
 from rlctl.transport.tls.identity import Identity
@@ -59,6 +63,53 @@ def test_a_rotation_has_two_valid_tokens_until_it_ends(cli: Cli, file: Path) -> 
     assert cli("tokens", "revoke", "ci", "--token", second.id).code == 0
     assert cli("--yes", "tokens", "revoke", "ci").code == 0
     assert read(file) == {}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "change"),
+    [
+        (("revoke", "bob"), ("--yes", "tokens", "revoke", "mallory")),
+        (("revoke", "bob"), ("tokens", "limit", "mallory", "7")),
+        (("revoke", "bob"), ("tokens", "new", "mallory")),
+    ],
+)
+def test_a_change_during_the_question_stays(
+    cli: Cli, file: Path, monkeypatch: pytest.MonkeyPatch, waiting: tuple[str, ...], change: tuple[str, ...]
+) -> None:
+    for name in ("bob", "mallory"):
+        new(cli, name, "--scope", "admin")
+
+    def confirm(*_: object) -> None:
+        monkeypatch.undo()
+        monkeypatch.setenv("RLCTL_ACCESS_FILE", str(file))
+        assert cli(*change).code == 0
+        changed.append(read(file).get("mallory"))
+
+    changed: list[Entry | None] = []
+    monkeypatch.setattr(Settings, "confirm", confirm)
+    assert cli("tokens", *waiting).code == 0
+    assert dict(read(file)) == {entry.name: entry for entry in changed if entry is not None}
+
+
+def test_a_change_waits_for_the_end_of_an_earlier_change(file: Path) -> None:
+    def add(name: str) -> None:
+        with access_file.changing(file, new=True) as entries:
+            entries[name] = Entry(name, (Grant.parse("viewer"),))
+
+    with ThreadPoolExecutor(1) as thread:
+        with access_file.changing(file, new=True) as entries:
+            second = thread.submit(add, "second")
+            with pytest.raises(TimeoutError):
+                second.result(0.3)
+            entries["first"] = Entry("first", (Grant.parse("viewer"),))
+        second.result(20)
+    assert sorted(read(file)) == ["first", "second"]
+
+
+def test_only_a_new_principal_may_begin_a_file(cli: Cli, file: Path) -> None:
+    for command in (("limit", "default", "3"), ("revoke", "ci"), ("revoke", "ci", "--keep-newest"), ("new", "ci")):
+        assert cli("--yes", "tokens", *command).code == 2, command
+        assert not file.exists()
 
 
 def test_a_certificate_stands_for_a_principal(cli: Cli, file: Path) -> None:

@@ -19,7 +19,7 @@ from rlctl.contract.errors import Reason
 from rlctl.contract.scopes import DEFAULT, PRINCIPAL, RESERVED, Grant
 
 if TYPE_CHECKING:
-    from rlctl.transport.access_file import Entry, Principals
+    from rlctl.transport.access_file import Entry, Principals, TokenHash
 
 QUOTA = click.IntRange(1, quotas.LARGEST)
 
@@ -84,30 +84,18 @@ def tokens_new(
             + ", ".join(sorted(RESERVED)),
             field="name",
         )
-    entries = access_file.read(file) if file.exists() else access_file.Principals()
-    entry = entries.get(name)
-    if entry is None and not grants:
-        raise Reason.FIELD_REQUIRED.error("a new principal needs a scope", field="--scope")
-    if entry is not None and grants and set(grants) != set(entry.scopes):
-        raise Reason.FIELD_CONFLICT.error(
-            f"{name} has {', '.join(map(str, entry.scopes))}; all tokens of a principal have the same scopes",
-            field="--scope",
-            next_step="Leave --scope out, revoke the principal first, or choose another name.",
-        )
-    if entry is not None and max_in_flight not in (None, entry.max_in_flight):
-        raise Reason.FIELD_CONFLICT.error(
-            f"{name} is in the file; all tokens of a principal share one quota",
-            field="--max-in-flight",
-            next_step=f"Leave --max-in-flight out, and change the quota: `rlctl tokens limit {name} {max_in_flight}`.",
-        )
-    entry = entry or access_file.Entry(name, grants, max_in_flight=max_in_flight)
     now = time.time()
     token = "" if certificates else access_file.make_token()
-    if token:
-        token_hash = access_file.TokenHash(access_file.hash_of(token), now, None if expires is None else now + expires)
-        entry = dataclasses.replace(entry, tokens=(*entry.tokens, token_hash))
-    entry = dataclasses.replace(entry, certificates=tuple(dict.fromkeys((*entry.certificates, *certificates))))
-    access_file.write(file, {**entries, name: entry}, max_in_flight=entries.max_in_flight)
+    expiry = None if expires is None else now + expires
+    hashes = (access_file.TokenHash(access_file.hash_of(token), now, expiry),) if token else ()
+    with access_file.changing(file, new=True) as entries:
+        entry = _extensible(entries, name, grants, max_in_flight)
+        entry = entry or access_file.Entry(name, grants, max_in_flight=max_in_flight)
+        entry = entries[name] = dataclasses.replace(
+            entry,
+            tokens=(*entry.tokens, *hashes),
+            certificates=tuple(dict.fromkeys((*entry.certificates, *certificates))),
+        )
     if token:
         show(settings, View({"name": name, "token": token}, lambda _: [Table(("TOKEN",), [[token]])], lambda: [token]))
     settings.say(f"{name} has {', '.join(map(str, entry.scopes))}." + " The token is not shown again." * bool(token))
@@ -140,23 +128,23 @@ def tokens_revoke(settings: Settings, name: str, token_id: str | None, keep_newe
     """
     from rlctl.transport import access_file
 
-    entries = access_file.read(file)
-    entry = _of_name(file, entries, name)
     if token_id and keep_newest:
         raise Reason.FIELD_CONFLICT.error("--token and --keep-newest exclude each other", field="--token")
-    if not token_id and not keep_newest:
+    whole = not token_id and not keep_newest
+    if whole:
+        entry = _of_name(file, access_file.read(file), name)
         settings.confirm(f"Revoke {name}, with {len(entry.tokens)} tokens?")
-        remaining_entries = {key: each for key, each in entries.items() if key != name}
-        access_file.write(file, remaining_entries, max_in_flight=entries.max_in_flight)
+    with access_file.changing(file) as entries:  # the file may have changed during the question
+        entry = _of_name(file, entries, name)
+        remaining = () if whole else _remaining(entry, token_id)
+        if whole:
+            del entries[name]
+        else:
+            entries[name] = dataclasses.replace(entry, tokens=remaining)
+    if whole:
         settings.say(f"{name} is revoked.")
-        return
-    remaining = entry.tokens[-1:] if keep_newest else tuple(token for token in entry.tokens if token.id != token_id)
-    if len(remaining) == len(entry.tokens):
-        token_ids = ", ".join(token.id for token in entry.tokens) or "none"
-        raise Reason.FIELD_INVALID.error(f"there is nothing to revoke; {name} has tokens: {token_ids}", field="--token")
-    replaced = {**entries, name: dataclasses.replace(entry, tokens=remaining)}
-    access_file.write(file, replaced, max_in_flight=entries.max_in_flight)
-    settings.say(f"{len(entry.tokens) - len(remaining)} tokens of {name} are revoked, {len(remaining)} remain.")
+    else:
+        settings.say(f"{len(entry.tokens) - len(remaining)} tokens of {name} are revoked, {len(remaining)} remain.")
 
 
 @click.command("limit", cls=Command)
@@ -173,18 +161,55 @@ def tokens_limit(settings: Settings, name: str, limit: str, file: Path) -> None:
     from rlctl.transport import access_file
 
     quota = None if limit == "none" else QUOTA(limit, None, click.get_current_context())
-    entries = access_file.read(file)
+    with access_file.changing(file) as entries:
+        if name == DEFAULT:
+            entries.max_in_flight = quota
+        else:
+            entry = entries[name] = dataclasses.replace(_of_name(file, entries, name), max_in_flight=quota)
     if name == DEFAULT:
-        access_file.write(file, entries, max_in_flight=quota)
         settings.say(f"Principals without a quota of their own have {_quota(quota)}.")
-        return
-    entry = dataclasses.replace(_of_name(file, entries, name), max_in_flight=quota)
-    access_file.write(file, {**entries, name: entry}, max_in_flight=entries.max_in_flight)
-    settings.say(f"{name} has {_quota(entry.principal(entries.max_in_flight).max_in_flight)}.")
+    else:
+        settings.say(f"{name} has {_quota(entry.principal(entries.max_in_flight).max_in_flight)}.")
 
 
 def _quota(limit: int | None) -> str:
     return "no quota" if limit is None else f"a quota of {limit} requests in flight at each server"
+
+
+def _extensible(entries: Principals, name: str, grants: tuple[Grant, ...], max_in_flight: int | None) -> Entry | None:
+    """Return the principal that gets a further token; None for a new principal.
+
+    Raises FIELD_REQUIRED, and FIELD_CONFLICT for other scopes or another quota than those of the principal.
+    """
+    entry = entries.get(name)
+    if entry is None:
+        if not grants:
+            raise Reason.FIELD_REQUIRED.error("a new principal needs a scope", field="--scope")
+        return None
+    if grants and set(grants) != set(entry.scopes):
+        raise Reason.FIELD_CONFLICT.error(
+            f"{name} has {', '.join(map(str, entry.scopes))}; all tokens of a principal have the same scopes",
+            field="--scope",
+            next_step="Leave --scope out, revoke the principal first, or choose another name.",
+        )
+    if max_in_flight not in (None, entry.max_in_flight):
+        raise Reason.FIELD_CONFLICT.error(
+            f"{name} is in the file; all tokens of a principal share one quota",
+            field="--max-in-flight",
+            next_step=f"Leave --max-in-flight out, and change the quota: `rlctl tokens limit {name} {max_in_flight}`.",
+        )
+    return entry
+
+
+def _remaining(entry: Entry, token_id: str | None) -> tuple[TokenHash, ...]:
+    """Return the tokens without this one; for None the newest. Raises FIELD_INVALID if no token is revoked."""
+    remaining = tuple(token for token in entry.tokens if token.id != token_id) if token_id else entry.tokens[-1:]
+    if len(remaining) == len(entry.tokens):
+        token_ids = ", ".join(token.id for token in entry.tokens) or "none"
+        raise Reason.FIELD_INVALID.error(
+            f"there is nothing to revoke; {entry.name} has tokens: {token_ids}", field="--token"
+        )
+    return remaining
 
 
 def _of_name(file: Path, entries: Principals, name: str) -> Entry:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import ipaddress
 import os
 import socket
@@ -46,16 +45,25 @@ class Authority:
     @classmethod
     def init(cls, directory: Path, fleet: str, days: int = CA_DAYS) -> Authority:
         """Make the CA of a fleet. Raises TLS_INVALID; OPERATION_CONFLICT if the directory already has a CA."""
-        from cryptography import x509
-
         authority = cls(directory)
         Identity.parse(fleet, Role.COORDINATOR)
-        if authority.certificate.exists():
-            raise Reason.OPERATION_CONFLICT.error(
-                f"{authority.certificate} exists",
-                field="directory",
-                next_step="A new CA would make every certificate of the fleet invalid. Name another directory.",
-            )
+        try:
+            private_files.make_directory(authority.directory)
+        except OSError as error:
+            raise _unwritable(authority.certificate, error) from None
+        with authority._locked():
+            if authority.certificate.exists():
+                raise Reason.OPERATION_CONFLICT.error(
+                    f"{authority.certificate} exists",
+                    field="directory",
+                    next_step="A new CA would make every certificate of the fleet invalid. Name another directory.",
+                )
+            authority._begin(fleet, days)
+        return authority
+
+    def _begin(self, fleet: str, days: int) -> None:
+        from cryptography import x509
+
         key = _new_key()
         name = _named(f"rlctl CA of {fleet}")
         valid = (datetime.datetime.now(datetime.UTC), days)
@@ -64,8 +72,7 @@ class Authority:
         builder = builder.add_extension(
             x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{fleet}")]), critical=False
         )
-        _write(authority.certificate, authority.key, builder, key, key)
-        return authority
+        _write(self.certificate, self.key, builder, key, key)
 
     def issue(
         self, path: str, *, hosts: Iterable[str] = (), days: int = DAYS, begins: datetime.datetime | None = None
@@ -138,16 +145,13 @@ class Authority:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Exclude other processes that issue here: their keys and certificates would mix."""
-        try:
-            descriptor = os.open(self.directory, os.O_RDONLY)
-        except OSError as error:
-            step = f"`rlctl certs init {self.directory}` makes a CA."
-            raise _invalid(self.directory, f"it cannot be opened: {error.strerror}", step) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(private_files.locked(self.directory))
+            except OSError as error:
+                step = f"`rlctl certs init {self.directory}` makes a CA."
+                raise _invalid(self.directory, f"it cannot be locked: {error.strerror}", step) from None
             yield
-        finally:
-            os.close(descriptor)
 
     @property
     def certificate(self) -> Path:
@@ -310,8 +314,12 @@ def _write(
             private_files.write_text(draft, content.decode())
             os.replace(draft, path)
     except OSError as error:
-        step = "Check the rights and the room of the directory."
-        raise _invalid(certificate, f"it cannot be written: {error.strerror}", step) from None
+        raise _unwritable(certificate, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> RlctlError:
+    step = "Check the rights and the room of the directory."
+    return _invalid(path, f"it cannot be written: {error.strerror}", step)
 
 
 def _invalid(path: Path, why: str, step: str = "") -> RlctlError:

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.transport.tls import authority as authority_module
 from rlctl.transport.tls import files as tls_files_module
 from rlctl.transport.tls.authority import Authority
 from rlctl.transport.tls.credentials import Tls, load_tls
@@ -53,6 +54,26 @@ def test_an_issued_certificate_has_its_identity_its_role_and_its_hosts(authority
     stage = authority.issue("stage/actor-0")
     assert names(stage.cert) == (["rlctl://lab/stage/actor-0"], ["stage.lab.rlctl.internal"], [])
     assert str(read(stage).identity) == "rlctl://lab/stage/actor-0"
+
+
+def test_a_second_ca_of_the_same_moment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_key = authority_module._new_key
+    with ThreadPoolExecutor(1) as thread:
+
+        def meanwhile() -> Any:
+            monkeypatch.undo()
+            seconds.append(thread.submit(Authority.init, tmp_path, "lab"))
+            with pytest.raises(TimeoutError):
+                seconds[0].result(0.3)
+            return new_key()
+
+        seconds: list[Future[Authority]] = []
+        monkeypatch.setattr(authority_module, "_new_key", meanwhile)
+        first = Authority.init(tmp_path, "lab")
+        with pytest.raises(RlctlError) as caught:
+            seconds[0].result(20)
+    assert caught.value.reason is Reason.OPERATION_CONFLICT
+    assert read(first.issue("client/alice")).identity
 
 
 def test_keys_are_for_their_owner_only_and_a_ca_is_never_replaced(authority: Authority) -> None:
