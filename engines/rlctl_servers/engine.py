@@ -205,11 +205,11 @@ class ServerEngine(Engine):
 
         A server without a calibration starts all the same, and makes no checks.
         """
-        if self._prober is None:
-            return
         try:
             if self._facts.no_decode_check:
                 raise Reason.UNSUPPORTED.error(self._facts.no_decode_check)
+            if self._prober is None:
+                return
             self._calibration = await self._prober.calibrate(self._config.dtype, call)
         except Exception as error:
             if self._failure is not None:

@@ -114,8 +114,9 @@ class SGLangEngine(ServerEngine):
         self._adapters = Adapters(
             self._control, self._state, self._checkpoints, self._requests, table, facts.info, self._ranks
         )
-        # A probe would let an attached server answer other requests. A server of a pair answers no probe alone.
-        probes = self._server.launched and facts.mode == "null"
+        # A probe would let an attached server answer other requests. A server of a pair answers no probe alone. A probe
+        # does not come to all data-parallel ranks.
+        probes = self._server.launched and facts.mode == "null" and facts.dp_ranks == 1
         self._prober = Prober(self._control, self._state, self._requests, limits, self.turn) if probes else None
         # Other weights than the checkpoint's are readable if the weights of a checkpoint once were.
         readable = bool(self._proof or (self._met.digest and self._confirmed))

@@ -60,6 +60,8 @@ _IN_RANKS = (
 
 _ADAPTERS = ("LoadAdapter", "UnloadAdapter", "ListAdapters")
 
+_MEMORY = ("ReleaseMemory", "ResumeMemory")
+
 _READING = (
     *("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "layered"),
     *("bitsandbytes", "flash_rl"),
@@ -88,9 +90,21 @@ class Facts:
         return str(self.info.get("version", ""))
 
     @property
+    def tp_size(self) -> int:
+        return self._number("tp_size")
+
+    @property
     def world_size(self) -> int:
         """Return the number of processes that hold weights."""
-        return self._number("tp_size") * self._number("pp_size")
+        return self.tp_size * self._number("pp_size")
+
+    @property
+    def dp_ranks(self) -> int:
+        """Return the number of data-parallel ranks: replicas, or groups of DP attention.
+
+        DP attention divides the tensor-parallel ranks. Before SGLang 0.5.23 its groups were ``dp_size`` too.
+        """
+        return self._number("dp_size") * self._number("attn_dp_size")
 
     @property
     def invents(self) -> bool:
@@ -100,7 +114,7 @@ class Facts:
     @property
     def no_decode_check(self) -> str:
         """Return why decode cannot be compared with prefill, or ""."""
-        if self._number("dp_size") > 1:
+        if self.dp_ranks > 1:
             return "the prompts of a check do not come to all data-parallel ranks"
         return INVENTED if self.invents else ""
 
@@ -176,9 +190,9 @@ class Facts:
         return stage_layout(
             config.node,
             places,
-            tp_size=self._number("tp_size"),
+            tp_size=self.tp_size,
             pp_size=self._number("pp_size"),
-            dp_size=self._number("dp_size"),
+            dp_size=self.dp_ranks,
             ep_size=self._number("ep_size"),
             store=self.ranks[0]["store"] if self.ranks and readable else ("", 0),
         )
@@ -266,12 +280,10 @@ async def ask(
     facts = Facts(info, {})
     unsupported = {name: "rlctl has no code for it with SGLang" for name in VERBS if name not in set(verbs)}
     unsupported |= without_code(f"SGLang {facts.version}", _ROUTES, openapi.get("paths", ()))
-    tp_size, dp_size = (int(info.get(name) or 1) for name in ("tp_size", "dp_size"))
-    if dp_size > 1 and not info.get("enable_dp_attention"):  # with it, data ranks are tensor-parallel ranks at once
-        unsupported["UpdateWeightsFromDisk"] = (
-            "SGLang answers for one of its data-parallel ranks and not for the others"
-        )
-    if facts.world_size != tp_size or dp_size > 1:
+    if facts.dp_ranks > 1:  # so it answers a flush, which ends an update and begins a release
+        reason = "SGLang answers for one of its data-parallel ranks and not for the others"
+        unsupported |= dict.fromkeys(("FlushCache", *_MEMORY, *WRITES), reason)
+    if facts.world_size != facts.tp_size or facts.dp_ranks > 1:
         reason = "of SGLang's ranks only tensor-parallel ones answer; this server has pipeline or data ranks"
         unsupported |= dict.fromkeys(_IN_RANKS, reason)
     else:
@@ -279,14 +291,14 @@ async def ask(
         if not facts.ranks:
             unsupported |= dict.fromkeys(_IN_RANKS, ABSENT)
     if not facts.memory_tags:
-        for verb in ("ReleaseMemory", "ResumeMemory"):
+        for verb in _MEMORY:
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
     elif str(info.get("weight_cache_mode") or "off") != "off":
         unsupported["ReleaseMemory"] = "with --weight-cache-mode SGLang ends when its weights are to be released"
     if not info.get("enable_lora"):
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
-    elif dp_size > 1:
-        unsupported |= dict.fromkeys(_ADAPTERS, "SGLang loads no adapters while it runs with data-parallel ranks")
+    elif facts.dp_ranks > 1:
+        unsupported |= dict.fromkeys(_ADAPTERS, "adapters need a server without data-parallel ranks")
     elif facts.world_size > 1 and not facts.ranks:
         unanswered = unsupported["CheckWeights"]
         unsupported |= dict.fromkeys(_ADAPTERS, f"SGLang answers a load of an adapter for one rank only: {unanswered}")

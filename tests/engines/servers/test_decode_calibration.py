@@ -106,11 +106,12 @@ async def test_requests_that_were_ended_early_are_no_mismatch() -> None:
         (Server(failure=KeyError("prompt_logprobs")), "", "KeyError: 'prompt_logprobs'"),
         (Server(failure=Reason.ENGINE_FAILED.error("HTTP 400")), "", "HTTP 400"),
         (Server(), "it has other weights", "it has other weights"),
+        (None, "its prompts do not come to all ranks", "its prompts do not come to all ranks"),
     ],
-    ids=["too far apart", "an answer of another form", "a refusal", "no fit weights"],
+    ids=["too far apart", "an answer of another form", "a refusal", "no fit weights", "no probes"],
 )
 async def test_a_server_that_cannot_be_calibrated_starts_and_says_why_it_makes_no_check(
-    server: Server, why_not: str, why: str
+    server: Server | None, why_not: str, why: str
 ) -> None:
     facts = SimpleNamespace(no_decode_check=why_not)
     config = SimpleNamespace(dtype="float32")

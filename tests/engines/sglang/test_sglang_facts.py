@@ -9,14 +9,15 @@ from rlctl_servers.updates.version_labels import Stamps
 from rlctl_sglang import SGLangEngine
 from rlctl_sglang.options import parse_options
 from rlctl_sglang.requests.bodies import has_grammar
-from rlctl_sglang.server.facts import ask
+from rlctl_sglang.server.facts import Facts, ask
 from rlctl_sglang.server.update_blockers import KEEPERS
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.engine import Call
+from rlctl.engine import Call, EngineConfig
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample
 
+MEMORY = ("FlushCache", "ReleaseMemory", "ResumeMemory")
 WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
 VERBS = SGLangEngine.verbs()
 
@@ -28,11 +29,12 @@ async def unsupported(*, plugin: bool = True, **info: Any) -> set[str]:
         async def ask(self, path: str, **_: Any) -> dict[str, Any]:
             if path == "/server_info":
                 return {"version": "0.5.23", "device": "cpu", "enable_memory_saver": True, **info}
-            names = "update_weight_version update_weights_from_disk weights_checker"
+            names = "update_weight_version update_weights_from_disk weights_checker flush_cache"
             names += " release_memory_occupation resume_memory_occupation load_lora_adapter unload_lora_adapter"
             return {"paths": {f"/{name}": {} for name in names.split()}}
 
     async def attach() -> list[dict[str, Any]]:
+        assert not {"dp_size", "attn_dp_size"} & info.keys(), "SGLang joins the answers of several data-parallel ranks"
         return [{"rank": rank} for rank in range(int(info.get("tp_size", 1)))] if plugin else []
 
     control: Any = Control()
@@ -40,7 +42,7 @@ async def unsupported(*, plugin: bool = True, **info: Any) -> set[str]:
 
 
 async def test_a_plain_server_takes_weights_in_by_every_path() -> None:
-    assert not {*WRITES, "ReleaseMemory"} & await unsupported()
+    assert not {*WRITES, *MEMORY} & await unsupported()
     assert not {*WRITES} & await unsupported(radix_cache_backend=None, enable_lmcache=False, weight_cache_mode="off")
 
 
@@ -78,9 +80,26 @@ async def test_settings_as_sglang_writes_them_where_nothing_is_set_rule_out_noth
     assert not {*WRITES} & await unsupported(**off)
 
 
-async def test_data_ranks_that_it_does_not_answer_for_rule_out_updates() -> None:
-    assert {*WRITES} <= await unsupported(dp_size=2)
-    assert "UpdateWeightsFromDisk" not in await unsupported(dp_size=2, tp_size=2, enable_dp_attention=True)
+DATA_PARALLEL = (
+    {"dp_size": 2},
+    {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True},  # before SGLang 0.5.23
+    {"attn_dp_size": 2, "tp_size": 2, "enable_dp_attention": True},
+)
+
+
+@pytest.mark.parametrize("info", DATA_PARALLEL)
+async def test_what_several_data_parallel_ranks_do_not_all_answer_is_unsupported(info: dict[str, Any]) -> None:
+    verbs = await unsupported(enable_lora=True, **info)
+    assert {*WRITES, *MEMORY, "CheckWeights", "SendWeights", "LoadAdapter"} <= verbs
+    assert "GetLoads" not in verbs
+
+
+@pytest.mark.parametrize("info", DATA_PARALLEL)
+def test_ranks_of_dp_attention_are_counted_once(info: dict[str, Any]) -> None:
+    facts = Facts(info, {})
+    layout = facts.layout(EngineConfig("m"), readable=False)
+    assert (facts.dp_ranks, layout.dp_size, len(layout.workers)) == (2, 2, info.get("tp_size", 1))
+    assert "data-parallel" in facts.no_decode_check
 
 
 async def test_weights_that_are_cached_are_not_released() -> None:
