@@ -14,7 +14,7 @@ from rlctl_servers.adapters.lora_table import LoraTable
 from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.engine import IDLE_S, Ending, ServerEngine, takes_turn
 from rlctl_servers.requests.requests import Requests
-from rlctl_servers.server.admin_calls import LEAVING_S, Control
+from rlctl_servers.server.admin_calls import LEAVING_S
 from rlctl_servers.server.http import Http
 from rlctl_servers.updates import reload_trial
 from rlctl_servers.updates.checkpoints import digest_at
@@ -44,6 +44,7 @@ from rlctl_vllm.requests.probe import Prober, compute
 from rlctl_vllm.requests.requests import TokensInOut
 from rlctl_vllm.server import facts as facts_
 from rlctl_vllm.server import memory
+from rlctl_vllm.server.rank_order import OrderedControl
 from rlctl_vllm.server.server import Server
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.updates.adapters import Adapters
@@ -66,6 +67,7 @@ class VLLMEngine(ServerEngine):
     _facts: facts_.Facts
     _adapters: Adapters
     _state: State
+    _control: OrderedControl
     _ranks: Workers | Native | None
     _limits: Limits
 
@@ -74,7 +76,7 @@ class VLLMEngine(ServerEngine):
         self._options = parse_options(config.options)
         super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
         self._server = Server(self._config, self._options, self._failed)
-        self._control = Control(self._server.http, self._wedged)
+        self._control = OrderedControl(self._server.http, self._wedged)
         self._state = State()
         self._met, self._on_disk = Met(), ""
 
@@ -154,6 +156,7 @@ class VLLMEngine(ServerEngine):
 
         salted = self._server.launched  # other callers of an attached server send no salt
         self._facts = facts = await facts_.ask(self._control, self.verbs(), attach, call, salted=salted)
+        self._control.ranks = facts.world_size // facts.dp_size
         if not self._server.launched:
             reload_trial.refuse_tried(facts.label, PRODUCT, self._server.http.url)
             models = await self._control.ask("/v1/models", call=call, admin=False)
@@ -186,7 +189,7 @@ class VLLMEngine(ServerEngine):
     async def _launch_again(self) -> None:
         await self._server.stop()
         self._server = Server(self._config, self._options, self._failed)
-        self._control = Control(self._server.http, self._wedged)
+        self._control = OrderedControl(self._server.http, self._wedged)
         self._state = State()
         await self._launch()
 
@@ -239,7 +242,7 @@ class VLLMEngine(ServerEngine):
             await self._drain(call)
         else:
             try:
-                await self._control.must(f"/pause?{MODES[mode]}", {}, call=call)
+                await memory.pause(self._control, mode, call, was_stopped=self._state.stopped)
             except RlctlError as error:
                 if error.outcome == OUTCOME_UNKNOWN:
                     self._state.paused = mode
@@ -291,7 +294,9 @@ class VLLMEngine(ServerEngine):
             state = "they are held back again" if self._state.stopped else "they go on"
             raise Reason.DEADLINE_EXCEEDED.error(f"the requests did not end in time; {state}") from None
         if not answer.ok:
-            raise Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
+            error = Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
+            await memory.restore(self._control, error, call, was_stopped=self._state.stopped)
+            raise error
 
     # Weights.
 

@@ -46,7 +46,7 @@ def test_adapters_are_loaded_switched_and_unloaded(fleet: Fleet, tiny: tuple[Any
 
 def test_any_layers_and_pefts_other_scale(fleet: Fleet, tiny: tuple[Any, Path], tmp_path: Path) -> None:
     tensors = lora(tiny[0], 5, ["q_proj", "gate_proj"])
-    path = save(tmp_path / "root", tensors, target_modules=["q_proj", "gate_proj"], use_rslora=True)
+    path = save(tmp_path / "root", tensors, target_modules=["q_proj", "gate_proj"], use_rslora=True, bias=None)
     fleet.load_adapter("root", path, version="r")
     # The product is scaled by alpha over the rank's root: as if one matrix were larger by the root.
     larger = {name: t * math.sqrt(CONFIG["r"]) if ".lora_A." in name else t for name, t in tensors.items()}

@@ -94,6 +94,21 @@ def test_stale_decode_shows_in_the_decode_check_only(fleet: Fleet, tiny: tuple[A
     stale_decode.shows_in_the_decode_check_only(fleet, "pair", tiny[0], lost)
 
 
+def test_a_pause_that_fails_leaves_vllm_generating(fleet: Fleet, lost: Path) -> None:
+    """vLLM pauses its scheduler before the step that fails, and does not continue by itself."""
+    lost.write_text("pause@1")
+    try:
+        with pytest.raises(OperationFailed) as failed:
+            fleet.pause_generation("retract", slots=["pair"])
+    finally:
+        lost.unlink()
+    (stage,) = failed.value.operation.stage_results
+    assert {rank.outcome for rank in stage.rank_results} == {common.OUTCOME_REJECTED}
+    assert stage_of(fleet, "pair").routable
+    response = fleet.generate(encode("3+"), max_new_tokens=4, ignore_eos=True, slot="pair", timeout_s=20)
+    assert len(response.samples[0].output_ids) == 4
+
+
 @pytest.mark.parametrize(
     ("path", "level", "digest"),
     [

@@ -53,15 +53,7 @@ class SentAdapter:
 
     def save(self, directory: Path) -> None:
         """Write the adapter as PEFT does. Raises OSError, and FIELD_INVALID for a dtype that files do not have."""
-        config = {
-            "peft_type": "LORA",
-            "r": self.config.lora_rank,
-            "lora_alpha": self.config.lora_alpha,
-            "target_modules": list(self.config.target_modules),
-            "use_rslora": self.config.rslora,
-            "bias": "none",
-        }
-        (directory / lora.CONFIG).write_text(json.dumps(config))
+        (directory / lora.CONFIG).write_text(json.dumps(lora.to_peft(self.config)))
         with (directory / lora.TENSORS).open("wb") as file:
             file.write(header_of(list(self._shards.reference.values())))
             for shard in self._shards.shards.values():

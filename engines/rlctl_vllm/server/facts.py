@@ -55,6 +55,8 @@ _READING = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "ru
 Other formats invent weights, or read other files.
 """
 
+_FIRST_ANSWERS = "vLLM answers for the first of its data-parallel engines and not for the others"
+
 _CONFIGS = ("model_config", "cache_config", "parallel_config", "scheduler_config")
 
 
@@ -123,13 +125,17 @@ class Facts:
         return int(self._of("parallel_config", "tensor_parallel_size") or 1)
 
     @property
+    def pp_size(self) -> int:
+        return int(self._of("parallel_config", "pipeline_parallel_size") or 1)
+
+    @property
+    def dp_size(self) -> int:
+        return int(self._of("parallel_config", "data_parallel_size") or 1)
+
+    @property
     def world_size(self) -> int:
         """Number of the server's workers, including data-parallel workers."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        product = 1
-        for size in sizes:
-            product *= int(self._of("parallel_config", size) or 1)
-        return product
+        return self.tp_size * self.pp_size * self.dp_size
 
     @property
     def writable(self) -> bool:
@@ -179,8 +185,8 @@ class Facts:
             config.node,
             places,
             tp_size=self.tp_size,
-            pp_size=int(self._of("parallel_config", "pipeline_parallel_size") or 1),
-            dp_size=int(self._of("parallel_config", "data_parallel_size") or 1),
+            pp_size=self.pp_size,
+            dp_size=self.dp_size,
             ep_size=1,
             store=self.ranks[0]["store"] if self.digest else ("", 0),
         )
@@ -274,7 +280,7 @@ async def ask(
     version = str((await control.ask("/version", call=call, admin=False))["version"])
     label = str((await control.ask("/weight_info", call=call, admin=False))["weight_version"])
     facts = Facts(version, info["vllm_config"], label, (), {})
-    ranks = await attach() if facts.extended else ()
+    ranks = await attach() if facts.extended and facts.dp_size == 1 else ()
     facts = replace(facts, ranks=ranks)
     unsupported = {name: "the vLLM plug-in has no code for it" for name in VERBS if name not in set(verbs)}
     unsupported |= without_code(f"vLLM {version}", _ROUTES, routes)
@@ -299,6 +305,8 @@ async def ask(
         unsupported |= dict.fromkeys(_ADAPTERS, "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
     elif facts.fronts > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "each of this vLLM's API servers has adapters of its own")
+    if facts.dp_size > 1:
+        unsupported |= dict.fromkeys((*WRITES, *_IN_WORKERS, *_ADAPTERS), _FIRST_ANSWERS)
     for keeper in kept_by(facts.config, salted=salted):
         unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)
     if not facts.memory_tags:

@@ -19,6 +19,7 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_RETRACT,
     PAUSE_MODE_UNSPECIFIED,
     MemoryTag,
+    PauseMode,
 )
 from rlctl.v1.verbs_pb2 import MemoryReport
 from rlctl_vllm.state import MODES, TAGS, State
@@ -45,8 +46,10 @@ async def release(
                 raise Reason.MEMORY_NOT_RELEASABLE.error(
                     f"{active} requests are active; pause with abort or drain first"
                 )
-            path = "/release_kv_cache_memory" if regions == {MEMORY_TAG_KV_CACHE} else "/sleep?level=1&mode=keep"
-            await control.must(path, {}, call=call, reason=Reason.MEMORY_NOT_RELEASABLE)
+            if regions == {MEMORY_TAG_KV_CACHE}:
+                await control.must("/release_kv_cache_memory", {}, call=call, reason=Reason.MEMORY_NOT_RELEASABLE)
+            else:
+                await _sleep(control, call)
         except RlctlError as error:
             if error.outcome == OUTCOME_UNKNOWN:
                 state.released |= regions  # nothing continues before a resume of these regions
@@ -78,16 +81,56 @@ async def resume(
             if state.paused or state.updating:
                 frozen = state.paused in (PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_IN_PLACE)
                 mode = PAUSE_MODE_IN_PLACE if frozen else PAUSE_MODE_RETRACT
-                await control.must(f"/pause?{MODES[mode]}", {}, call=call)
+                await pause(control, mode, call, was_stopped=True)
     else:
         await own_pause(control, state).let_go(call)
     return state.memory_report(keeps_weights=True)  # level 1 keeps the weights, requested or not
+
+
+async def _sleep(control: Control, call: Call) -> None:
+    """Release all regions.
+
+    Raises ENGINE_FAILED (UNKNOWN) after a failure, and the server counts as lost: some ranks may have released memory,
+    and vLLM does nothing at a later wake-up.
+    """
+    try:
+        await control.must("/sleep?level=1&mode=keep", {}, call=call)
+    except RlctlError as error:
+        if error.outcome == OUTCOME_UNKNOWN or error.reason is not Reason.ENGINE_FAILED:
+            raise
+        error.message += "; some of its ranks may have released their memory"
+        error.outcome = OUTCOME_UNKNOWN
+        error.next_step = "Start vLLM again, then its stage."
+        raise control.lost(error) from None
+
+
+async def pause(control: Control, mode: PauseMode.ValueType, call: Call, *, was_stopped: bool) -> None:
+    """Pause vLLM. A failed pause may remain in force, so the former state is restored: frozen requests, or no pause.
+
+    The outcome of the error is UNKNOWN if the former state cannot be restored.
+    """
+    try:
+        await control.must(f"/pause?{MODES[mode]}", {}, call=call)
+    except RlctlError as error:
+        await restore(control, error, call, was_stopped=was_stopped)
+        raise
+
+
+async def restore(control: Control, error: RlctlError, call: Call, *, was_stopped: bool) -> None:
+    """Restore the state before a pause that failed by ``error``."""
+    if error.outcome == OUTCOME_UNKNOWN or error.reason is Reason.UNREACHABLE:
+        return
+    try:
+        await control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}" if was_stopped else "/resume", {}, call=call)
+    except RlctlError as failure:
+        error.message += f"; vLLM may remain paused: {failure.message}"
+        error.outcome = OUTCOME_UNKNOWN
 
 
 def own_pause(control: Control, state: State) -> OwnPause:
     """Return the plug-in's own pause of the server."""
     return OwnPause(
         state,
-        lambda call: control.must(f"/pause?{MODES[PAUSE_MODE_IN_PLACE]}", {}, call=call),
+        lambda call: pause(control, PAUSE_MODE_IN_PLACE, call, was_stopped=False),
         lambda call: control.must("/resume", {}, call=call),
     )

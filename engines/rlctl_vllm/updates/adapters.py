@@ -9,6 +9,7 @@ name, and missing files end the server. So vLLM reads copies that belong to rlct
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
 import time
@@ -104,18 +105,18 @@ class Adapters(adapters.Adapters):
         """Refuse nothing: vLLM takes all of the layers, and scales as PEFT does."""
 
     def _copy(self, fitting: Fitting) -> Path:
-        """Return a copy of the files that equals the checked files.
+        """Return a copy of the files that equals the checked files. The config is the one that PEFT writes.
 
         Raises CHECKPOINT_NOT_FOUND, DISK_FULL, TOO_MANY_FILES.
         """
         copy: Path | None = None
         try:
             copy = Path(tempfile.mkdtemp(dir=self._copies.name))
-            for name in (lora.CONFIG, lora.TENSORS):
-                shutil.copyfile(Path(fitting.path) / name, copy / name)
-            config, stored = lora.open_adapter(str(copy))
+            (copy / lora.CONFIG).write_text(json.dumps(lora.to_peft(fitting.config)))
+            shutil.copyfile(Path(fitting.path) / lora.TENSORS, copy / lora.TENSORS)
+            _, stored = lora.open_adapter(str(copy))
             try:
-                if config != fitting.config or digest_of(stored) != fitting.digest:
+                if digest_of(stored) != fitting.digest:
                     raise Reason.CHECKPOINT_NOT_FOUND.error(
                         f"{fitting.path} was changed while it was read", field="path"
                     )

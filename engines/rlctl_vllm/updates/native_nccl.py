@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import enum
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -36,6 +35,7 @@ from rlctl.weights.group.vllm_nccl import unique_id
 from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
+from rlctl_vllm.server.rank_order import in_order
 
 ENGINE = "nccl"
 """The only transfer engine of vLLM that rlctl drives."""
@@ -47,8 +47,6 @@ VERBS = ("InitWeightsUpdateGroup", "DestroyWeightsUpdateGroup", "UpdateWeightsFr
 
 _ENDLESS = 1 << 62
 """Byte limit of vLLM's broadcasts, so high that each call is a single broadcast, with the bytes of a bucket."""
-
-_WORD = "_rlctl_word"
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -77,7 +75,7 @@ async def obstacle(
         return "and of several data-parallel engines only the first would answer"
     if ranks > 1 and label == WRITING:
         return "and an update was left open in it: start it again"
-    if not await _in_step(control, ranks, call):
+    if not await in_order(control, ranks, call):
         return "and answers of its ranks belong to earlier calls, since one has failed: start it again"
     return ""
 
@@ -271,7 +269,7 @@ class Native:
         if missing:
             raise not_written(missing)
         await self._close(call)
-        if not await _in_step(self._control, self._ranks, call):
+        if not await in_order(self._control, self._ranks, call):
             raise out_of_step(self._control)
 
     async def _tell(self, method: str, call: Call, **arguments: Any) -> None:
@@ -280,17 +278,9 @@ class Native:
         if answer.ok and len(answer.body["results"]) == self._ranks:
             return
         cause = f"vLLM, {method}: {answer.message}"
-        if not await _in_step(self._control, self._ranks, call):
+        if not await in_order(self._control, self._ranks, call):
             raise out_of_step(self._control, cause)
         raise Reason.ENGINE_FAILED.error(cause)
-
-
-async def _in_step(control: Control, ranks: int, call: Call) -> bool:
-    """Whether every rank answers its latest call: each rank stores a word and returns it."""
-    word = secrets.token_hex(8)
-    await control.tell("/collective_rpc", {"method": "__setattr__", "args": [_WORD, word]}, call=call)
-    answer = await control.tell("/collective_rpc", {"method": "__getattribute__", "args": [_WORD]}, call=call)
-    return answer.ok and answer.body["results"] == [word] * ranks
 
 
 def _remaining(call: Call) -> float:

@@ -77,6 +77,18 @@ def from_peft(config: Mapping[str, Any], *, field: str, dtype: str = "") -> Adap
     return result
 
 
+def to_peft(config: AdapterConfig) -> dict[str, Any]:
+    """Return the config as PEFT writes it."""
+    return {
+        "peft_type": "LORA",
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": list(config.target_modules),
+        "use_rslora": config.rslora,
+        "bias": "none",
+    }
+
+
 def check(config: AdapterConfig, *, field: str) -> None:
     """Raise FIELD_INVALID for a config that no adapter can have."""
     if not config.lora_rank:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 from rlctl_servers.server.server_info import WRITES
-from rlctl_vllm.server.facts import Facts
+from rlctl_vllm.engine import VLLMEngine
+from rlctl_vllm.server.facts import _LORA, _ROUTES, Facts, ask
 from rlctl_vllm.server.update_blockers import kept_by, kept_with
+from rlctl_vllm.updates.worker_calls import EXTENSION
 
+from rlctl.engine import Call
 from rlctl.v1 import common_pb2 as common
 
 
@@ -134,3 +137,27 @@ def test_servers_whose_decode_cannot_be_compared(config: dict[str, Any], why: st
     found = Facts("0.1", config, "", (), {}).no_decode_check
     assert why in found
     assert bool(found) is bool(why)
+
+
+async def test_data_parallel_engines_that_vllm_does_not_answer_for_rule_out_updates() -> None:
+    """A call to all ranks returns the answers of the first engine."""
+    parallel = {"worker_extension_cls": EXTENSION, "data_parallel_size": 2}
+    control: Any = Configured({"parallel_config": parallel, "lora_config": {}})
+
+    async def attach() -> list[dict[str, Any]]:
+        raise AssertionError("only the first engine would answer")
+
+    facts = await ask(control, VLLMEngine.verbs(), attach, Call("c", 0.0))
+    assert {*WRITES, "CheckWeights", "SendWeights", "LoadAdapter"} <= facts.unsupported.keys()
+    assert "data-parallel" in facts.unsupported["UpdateWeightsFromTensor"]
+
+
+class Configured:
+    """A server with every route, which says that it has this configuration."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    async def ask(self, path: str, **_: Any) -> dict[str, Any]:
+        routes = {route: {} for routes in [*_ROUTES.values(), _LORA] for route in routes}
+        return {"vllm_config": self.config, "paths": routes, "version": "0.32.0", "weight_version": ""}

@@ -141,13 +141,13 @@ async def test_a_refused_release_is_unknown_while_the_server_remains_paused(acti
 
     class Server:
         async def must(self, path: str, body: dict[str, Any], *, call: Call, **_: Any) -> None:
-            if path.startswith("/sleep") or (stuck and path == "/resume"):
+            if path.startswith("/release") or (stuck and path == "/resume"):
                 raise Reason.ENGINE_FAILED.error(f"vLLM refused {path}")
 
     server: Any = Server()
     state, call = State(), Call("c", math.inf)
     with pytest.raises(RlctlError) as failed:
-        await memory.release(server, state, [], TAGS, active, call)
+        await memory.release(server, state, [MEMORY_TAG_KV_CACHE], TAGS, active, call)
     assert (failed.value.reason, failed.value.outcome) == (reason, OUTCOME_UNKNOWN)
     assert failed.value.message.endswith("; the server remains paused: vLLM refused /resume")
     assert state.stopped
