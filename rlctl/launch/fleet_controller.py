@@ -155,21 +155,32 @@ class LaunchedFleet:
         Raises ENGINE_FAILED or DEADLINE_EXCEEDED with process, cause and log. All processes are then stopped.
         """
         try:
-            private_files.make_directory(self.directory)
-            self._launcher.make_room(self.engines, self._reserved)
-            resumed = self._resumed = self.journal.exists() and not self._new
-            self._start_coordinator(self._listen, new=self._new)
-            self._say(f"coordinator at {self.address}")
-            if resumed:
-                self._announce_resumed()
-            self.settle()
-            if resumed:
-                self._dismiss_absent()
+            for _ in self.starting():
+                time.sleep(POLL_S)
         except BaseException as error:
             self._tell_of_interrupt(error)
             self.stop()
             raise
         return self.address
+
+    def starting(self) -> Iterator[None]:
+        """Start all processes, one step per iteration, until the fleet is :attr:`settled`.
+
+        Raises as :meth:`start`. The caller then stops the processes.
+        """
+        private_files.make_directory(self.directory)
+        self._launcher.make_room(self.engines, self._reserved)
+        resumed = self._resumed = self.journal.exists() and not self._new
+        self._launch_coordinator(self._listen, new=self._new)
+        yield
+        self._await_coordinator()
+        self._say(f"coordinator at {self.address}")
+        yield
+        if resumed:
+            self._announce_resumed()
+        yield from self.settling()
+        if resumed:
+            self._dismiss_absent()
 
     def stop(self) -> None:
         """End all processes: gateways first, then engines, while a coordinator can still deregister the engines."""
@@ -219,7 +230,8 @@ class LaunchedFleet:
         """Start an ended coordinator again, with the same address and journal."""
         if self.coordinator is not None:
             self.coordinator.wait()
-        self._start_coordinator(self.address)
+        self._launch_coordinator(self.address)
+        self._await_coordinator()
 
     # The deployment, and the steps towards it.
 
@@ -420,7 +432,7 @@ class LaunchedFleet:
             spec, self._launcher, self.address, self.limits, self._say, by_hand=spec.model in self._by_hand
         )
 
-    def _start_coordinator(self, listen: str, *, new: bool = False) -> None:
+    def _launch_coordinator(self, listen: str, *, new: bool = False) -> None:
         arguments = ["coordinator", "--listen", listen, "--journal", str(self.journal), *(["--new"] if new else [])]
         arguments += [part for option, grace_s in self._graces.items() for part in (option, f"{grace_s:g}s")]
         arguments += [part for model in sorted(self._by_hand) for part in ("--heal-by-hand", model)]
@@ -430,13 +442,16 @@ class LaunchedFleet:
         arguments += ["--web", self._web] if self._web else []
         hosts = [split(each, "listen")[0] for each in (listen, self._web) if each and not each.startswith("unix:")]
         self.coordinator = self._local.start("coordinator", arguments, identity="coordinator", hosts=hosts)
+        self._told_by_hand, self._told_slots = self._by_hand, slots
+
+    def _await_coordinator(self) -> None:
+        assert self.coordinator is not None
         facts = self.coordinator.announced(START_S)
         self.address = facts["address"]
         if "web_address" in facts:
             self._say(f"the page of the fleet is at {facts['web_address']}")
             # The next coordinator takes the same port, as for its own address.
             self._web = join(split(self._web, "web")[0], urlsplit(facts["web_address"]).port or 0)
-        self._told_by_hand, self._told_slots = self._by_hand, slots
 
     def _renew_certificates(self) -> None:
         """Renew certificates in the last third of their validity. Processes read new certificates by themselves."""

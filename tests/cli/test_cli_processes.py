@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import IO
 import pytest
 from cli_helpers import LiveFleet
 from up_helpers import when
+from waiting import eventually
 
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.launch.local import child_processes
@@ -519,6 +521,28 @@ def test_an_interrupt_while_an_engine_loads_takes_everything_down_at_once(up: li
     assert "Fleet default is down." in err
     assert "Traceback" not in err
     assert fleet_state.read("default") is None
+
+
+def test_processes_of_a_supervisor_that_dies_during_the_start_are_known(up: list[str]) -> None:
+    """They may run for a minute after the supervisor, with a GPU. `down` and `up` name them and wait for them."""
+    weights = Path(up[2]) / "weights.txt"
+    weights.unlink()
+    os.mkfifo(weights)
+    process = start(*up)
+    read_until(process.stderr, "actor-0: loading")
+
+    def is_loading() -> bool:
+        state = fleet_state.read("default")
+        return state is not None and state.engines == {"actor-0": "loading"}
+
+    asyncio.run(eventually(is_loading))
+    state = fleet_state.read("default")
+    assert state is not None
+    assert (state.phase, bool(state.endpoint)) == (fleet_state.STARTING, True)
+    assert set(state.survivors) == {"coordinator", "actor-0"}
+    process.kill()
+    finish(process)
+    assert fleet_state.read("default") == state
 
 
 def test_who_stops_waiting_for_a_change_is_told_that_it_goes_on(up: list[str], tmp_path: Path) -> None:

@@ -60,12 +60,11 @@ def test_a_full_disk_does_not_end_a_fleet(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_the_endpoint_is_known_before_the_engines_are_up() -> None:
     holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", ()))
-    holder._progress("actor-0: placed on node 1")
-    assert fleet_state.read("lab") is None
     holder._fleet.address = "127.0.0.1:7"
-    holder._progress("coordinator at 127.0.0.1:7")
+    holder._tell_state(fleet_state.STARTING)
     (fleet,) = fleet_state.up()
     assert (fleet.phase, fleet.endpoint) == (fleet_state.STARTING, "127.0.0.1:7")
+    assert fleet.deployment == {}, "nothing is planned against a fleet that starts"
 
 
 class Refusing(Children):

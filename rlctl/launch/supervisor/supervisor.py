@@ -119,7 +119,7 @@ class _Supervisor:
             token=settings.token,
             insecure=wanted.insecure,
             authority=wanted.authority,
-            on_progress=self._progress,
+            on_progress=self._say,
             limits=wanted.limits,
             launcher=wanted.launcher_of(directory / "logs", settings.token),
             reserved=wanted.reserved,
@@ -139,7 +139,9 @@ class _Supervisor:
         fleet_state.write(self._state)
         try:
             with time_limit(self._settings.timeout_s, "starting the fleet"):
-                self._state = dataclasses.replace(self._state, endpoint=fleet.start())
+                for _ in fleet.starting():
+                    self._tell_state(fleet_state.STARTING)
+                    time.sleep(POLL_S)
             with listening(fleet.directory) as requests:
                 self._tell_state(fleet_state.READY)
                 try:
@@ -153,8 +155,7 @@ class _Supervisor:
                     if request is not None:
                         self._apply(request, requests)
         except Stopped:
-            if fleet.processes:  # otherwise stopped during the start
-                self._settings.say(interrupted(len(fleet.processes)))
+            self._settings.say(interrupted(len(fleet.processes)))
             raise
         finally:
             fleet.stop()
@@ -287,12 +288,13 @@ class _Supervisor:
         state = dataclasses.replace(
             self._state,
             phase=phase,
+            endpoint=fleet.address,
             processes={process.name: process.pid for process in fleet.processes},
             engines={slot: run.phase.value for slot, run in fleet.runs.items()},
             gateways=fleet.gateways.addresses,
             routers=fleet.gateways.routers,
             identities=self._identities(),
-            deployment=self._deployed,
+            deployment=self._deployed if phase == fleet_state.READY else {},
         )
         if state != self._state:
             try:
@@ -316,17 +318,6 @@ class _Supervisor:
             else fleet_state.identity(each.pid)
             for each in local_processes
         }
-
-    def _progress(self, line: str) -> None:
-        """Pass on a progress line of the fleet.
-
-        The endpoint is written to the state file once known, before the engines are up.
-        """
-        if not self._state.endpoint and self._fleet.address:
-            self._state = dataclasses.replace(self._state, endpoint=self._fleet.address)
-            with contextlib.suppress(OSError):  # written again when the fleet is ready
-                fleet_state.write(self._state)
-        self._say(line)
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk, or a closed terminal
