@@ -39,6 +39,9 @@ COPIED_AT_ONCE = 256
 
 COPY_PAUSE_S = 0.001
 
+_FAILURES = (sqlite3.Error, MemoryError)
+"""Errors of a call of SQLite: Python raises MemoryError for SQLITE_NOMEM."""
+
 _Write = tuple[Sequence[Put | Delete], asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
@@ -66,8 +69,8 @@ class SqliteJournal:
                 self._make()
             self._connection = self._open()
             self._file = self._identity()
-        except (OSError, sqlite3.Error) as error:
-            raise self._failed(str(error)) from error
+        except (OSError, *_FAILURES) as error:
+            raise self._failed(_cause(error)) from error
         self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
         self._thread.start()
 
@@ -106,7 +109,7 @@ class SqliteJournal:
                 raise self._failed(f"it is locked{lock_holder(self._path)}", LOCKED) from error
             damaged = not isinstance(error, sqlite3.OperationalError)
             raise self._failed(str(error), DAMAGED if damaged else NEXT_STEP) from error
-        except RlctlError:
+        except (RlctlError, MemoryError):
             connection.close()
             raise
         return connection
@@ -156,8 +159,8 @@ class SqliteJournal:
         try:
             rows = self._connection.execute("SELECT key, body FROM record WHERE kind = ? ORDER BY key", (kind,))
             return rows.fetchall()
-        except sqlite3.Error as error:
-            raise self._failed(str(error)) from error
+        except _FAILURES as error:
+            raise self._failed(_cause(error)) from error
 
     def copy(self, target: Path) -> None:
         """Copy the journal into a new file, from any thread. Raises JOURNAL_FAILED.
@@ -169,15 +172,15 @@ class SqliteJournal:
                 raise self._failed("it is closed")
             try:
                 copy_database(self._connection, target)
-            except (OSError, sqlite3.Error) as error:
-                raise self._failed(f"it cannot be copied to {target}: {error}") from error
+            except (OSError, *_FAILURES) as error:
+                raise self._failed(f"it cannot be copied to {target}: {_cause(error)}") from error
 
     def vacuum(self) -> None:
         """Free the space of deleted records. Raises JOURNAL_FAILED."""
         try:
             self._connection.execute("VACUUM")
-        except sqlite3.Error as error:
-            raise self._failed(str(error)) from error
+        except _FAILURES as error:
+            raise self._failed(_cause(error)) from error
 
     def held(self) -> bool:
         """Whether the locked file still has the journal's name. A moved file may have a successor."""
@@ -229,10 +232,10 @@ class SqliteJournal:
                     else:
                         run("DELETE FROM record WHERE kind = ? AND key = ?", (change.kind, change.key))
             run("COMMIT")
-        except sqlite3.Error as error:
-            with contextlib.suppress(sqlite3.Error):
+        except Exception as error:  # noqa: BLE001 - a writer waits for each write, and the thread must go on
+            with contextlib.suppress(*_FAILURES):
                 run("ROLLBACK")
-            return self._failed(str(error))
+            return self._failed(_cause(error))
         return None
 
     def _failed(self, why: str, next_step: str = NEXT_STEP) -> RlctlError:
@@ -261,6 +264,10 @@ def lock_holder(path: Path) -> str:
     except (OSError, StopIteration, IndexError):
         return ""
     return f" by process {pid} ({command[:_COMMAND_SHOWN]})"
+
+
+def _cause(error: Exception) -> str:
+    return "out of memory" if isinstance(error, MemoryError) else str(error)
 
 
 def _settle(done: asyncio.Future[None], error: RlctlError | None) -> None:

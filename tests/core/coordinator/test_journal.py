@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -209,6 +211,49 @@ async def test_a_disk_that_is_full_refuses_the_write_and_keeps_what_was_there(pa
     again = SqliteJournal(path)
     assert list(again.read("a")) == [("1", b"one"), ("3", b"three")]
     again.close()
+
+
+NO_MEMORY = """
+import asyncio, pathlib, sys
+from rlctl.contract.errors import RlctlError
+from rlctl.coordinator.journal.sqlite import SqliteJournal
+from rlctl.ports import Put
+
+async def main():
+    journal = SqliteJournal(pathlib.Path(sys.argv[1]))
+    journal._connection.execute("PRAGMA hard_heap_limit = 8000000")
+    async with asyncio.timeout(20):
+        try:
+            await journal.write([Put("a", "1", b"one"), Put("a", "2", bytes(30_000_000))])
+        except RlctlError as error:
+            print(error.reason.name, error.message)
+        await journal.write([Put("a", "3", b"three")])
+    journal.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_write_without_memory_is_refused_and_the_next_one_succeeds(path: Path) -> None:
+    """In a process of its own: the limit of SQLite's memory cannot be raised again."""
+    ran = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("JOURNAL_FAILED")
+    assert "out of memory" in ran.stdout
+    with closing(SqliteJournal(path)) as journal:
+        assert list(journal.read("a")) == [("3", b"three")]
+
+
+async def test_a_write_that_sqlite_cannot_take_is_refused_and_the_next_one_succeeds(path: Path) -> None:
+    with closing(SqliteJournal(path)) as journal:
+        with pytest.raises(RlctlError, match="surrogates not allowed") as caught:
+            async with asyncio.timeout(5):
+                await journal.write([Put("a", "1", b"one"), Put("a", "\ud800", b"")])
+        assert caught.value.reason is Reason.JOURNAL_FAILED
+        await journal.write([Put("a", "2", b"two")])
+        assert list(journal.read("a")) == [("2", b"two")]
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
