@@ -131,12 +131,12 @@ class _Exchange(HttpExchange):
                 raise
             raise Reason.STAGE_NOT_SERVING.error(error.message) from error
         self._ends.callback(response.close)
-        if self._running is not None:
-            self._running.begun = True
         if labels is not None:
             self._relabelling = Relabelling(labels, response.content_type)
         if not response.has_length and (self._relabelling is None or not self._relabelling.whole):
             return None
+        if self._running is not None:
+            self._running.begun = True  # the server sends this head with the body
         try:
             return await response.read_all()
         except Broken as error:

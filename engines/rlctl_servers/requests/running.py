@@ -105,7 +105,8 @@ class PassedRequest(RunningRequest):
     """A request that is passed on as it came, over one connection.
 
     Attributes:
-        begun: the answer of the server has begun.
+        begun: a piece of the server's answer has arrived. A server may send the head of a stream before it has prepared
+            the request.
         is_cut: the request is to end.
     """
 
@@ -151,7 +152,7 @@ class PassedRequest(RunningRequest):
             self._waiting.reschedule(self._until)
 
     async def next(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Return the next part of the answer, once no output is held back.
+        """Return the next part of the answer, once no output is held back. An empty part is no output.
 
         Raises CANCELLED after an abort, STAGE_NOT_SERVING before a pause.
         """
@@ -164,7 +165,7 @@ class PassedRequest(RunningRequest):
             raise aborted() from None
         finally:
             self._waiting = None
-        self.begun = True
+        self.begun = self.begun or bool(part)
         while self._is_held():
             if self.is_cut:
                 raise aborted()

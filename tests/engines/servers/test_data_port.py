@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from passed_answers import Pieces, answered, once
 from passing_suite import Gate, post
+from raw_server import serving
 from rlctl_servers.adapters.lora_table import Held, LoraTable
 from rlctl_servers.data_port.passing import Passing
 from rlctl_servers.options import data_routes
@@ -390,6 +391,67 @@ async def test_the_server_is_not_asked_to_end_a_request_with_a_grammar() -> None
         await asking
     assert (ended.value.reason, ended.value.http_status) == (Reason.CANCELLED, 400)
     assert dialect.ended == []
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+"""SGLang sends it before the grammar of the request is compiled."""
+GRAMMAR = {"text": "1", "stream": True, "rid": "mine", "sampling_params": {"json_schema": "{}"}}
+
+
+@asynccontextmanager
+async def streamed(requests: Requests, *first: bytes) -> AsyncIterator[asyncio.Task[bytes]]:
+    """Pass on a stream with a grammar, of which the server sends the head and then ``first``; yield the first read."""
+    table = LoraTable()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        writer.write(STREAM + b"".join(first))
+        await reader.read()
+
+    async with serving(serve) as (http, _):
+        port = Passing(http, passing.Reader(Limits(100, 512, 500), "base"), requests, Stamps("default"), table)
+        exchange = port.read(HttpRequest("POST", "/generate", {}, json.dumps(GRAMMAR).encode(), GRAMMAR))
+        with closing(exchange):
+            assert (await exchange.begin()).body is None
+            reading = asyncio.ensure_future(exchange.read())
+            await asyncio.sleep(0.05)
+            yield reading
+            reading.cancel()
+            await asyncio.wait([reading])
+
+
+async def test_a_stream_with_a_grammar_and_no_piece_is_left_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_, "LEFT_S", 0.1)
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    async with streamed(requests) as reading:
+        ending = asyncio.ensure_future(requests.end_prepared(asyncio.get_running_loop().time() + 5))
+        with pytest.raises(RlctlError) as left:
+            await asyncio.wait_for(reading, 2)
+        assert left.value.reason is Reason.STAGE_NOT_SERVING
+    assert await ending
+    assert (dialect.ended, requests.active) == ([], 0)
+
+
+async def test_the_server_is_not_asked_to_end_a_stream_with_a_grammar_and_no_piece() -> None:
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    async with streamed(requests) as reading:
+        assert await requests.abort(["mine"], all_of_them=False) == (1, [])
+        with pytest.raises(RlctlError) as ended:
+            await asyncio.wait_for(reading, 1)
+        assert ended.value.reason is Reason.CANCELLED
+    assert dialect.ended == []
+
+
+async def test_a_stream_with_a_grammar_and_a_piece_continues_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_, "LEFT_S", 0.1)
+    dialect = Dialect()
+    requests = Requests(dialect)  # type: ignore[arg-type]
+    async with streamed(requests, b"9\r\ndata: 1\n\n\r\n") as reading:
+        assert await requests.end_prepared(asyncio.get_running_loop().time() + 5)
+        assert (await reading, requests.active) == (b"data: 1\n\n", 1)
+        assert await requests.abort(["mine"], all_of_them=False) == (1, [])
+    assert dialect.ended == [["4:mine"]]
 
 
 async def test_an_abort_waits_for_the_answer_of_the_server() -> None:
