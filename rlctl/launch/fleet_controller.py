@@ -132,7 +132,7 @@ class LaunchedFleet:
         self._ask_at = 0.0
         self._replacing: set[str] = set()
         """Slots whose engines are due for a restart."""
-        self._failures_reported: dict[str, tuple[int, int]] = {}
+        self._failures_reported: dict[str, tuple[RlctlError | None, Launched | None]] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -331,6 +331,7 @@ class LaunchedFleet:
                 self._replacing.discard(slot)
                 self._forced.discard(slot)
                 self._refused.pop(slot, None)
+                self._failures_reported.pop(slot, None)
                 self._say(f"{slot}: stopped")
                 if spec is None:
                     self._dismiss_absent()  # a failed engine did not deregister
@@ -345,11 +346,10 @@ class LaunchedFleet:
 
     def _report_failures(self, *, restart: bool) -> None:
         """Report to the coordinator why slots are empty: each failure once per coordinator process."""
-        coordinator = self.coordinator.pid if self.coordinator is not None else 0
         for slot, run in self.runs.items():
             failure = run.failure(restart=restart)
-            key = (run.failures, coordinator)
-            if failure is None or self._failures_reported.get(slot) == key:
+            error, coordinator = self._failures_reported.get(slot, (None, None))
+            if failure is None or (error is run.error and coordinator is self.coordinator):
                 continue
 
             def tell(client: Fleet, slot: str = slot, failure: EngineFailure = failure) -> None:
@@ -357,7 +357,7 @@ class LaunchedFleet:
                     client.report_engine_failure(slot, failure)
 
             if self._asked(tell):
-                self._failures_reported[slot] = key
+                self._failures_reported[slot] = (run.error, self.coordinator)
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         """Disable the slot before the drain."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from children import Children
 from fleet_steps import restart_coordinator
 from scraping import scrape
 from updating import abort, begin, refusal, unreachable
@@ -20,6 +21,7 @@ from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
 from rlctl.coordinator.fleet import stage_links
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.launch.interface.spec import EngineSpec
 from rlctl.sdk import aio
 from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.transport.status import from_grpc
@@ -399,6 +401,33 @@ async def test_a_launcher_takes_no_process_off_the_record_that_came_after_its_lo
     absent.registration.boot_id = present
     await asyncio.to_thread(launched._dismiss_absent)
     assert record.retired
+    await asyncio.to_thread(launched.stop)
+
+
+async def test_each_failure_of_an_engine_is_reported_also_one_that_is_the_first_again(
+    fleet: InProcessFleet, tmp_path: Path
+) -> None:
+    """Failures count from one again after a time without them, after a change, and in a new engine."""
+    children = Children()
+    launched = LaunchedFleet([EngineSpec("a", "/m")], directory=tmp_path / "launched", launcher=children)
+    launched.address = fleet.server.address
+    await fleet.stages.pop("a").stop()
+
+    async def end(returncode: int) -> None:
+        await asyncio.to_thread(launched.look)
+        children.all[-1].returncode = returncode
+        await asyncio.to_thread(launched.look)
+        assert launched.runs["a"].failures == 1
+        assert fleet.stage("a").engine_failure.reason == f"a ended with {returncode}"
+
+    await end(1)
+    launched.runs["a"].forgive()
+    await asyncio.to_thread(lambda: launched.look(restart=True))
+    await end(2)
+    launched.want([EngineSpec("a", "/changed")])
+    while children.all[-1].returncode is not None:
+        await asyncio.to_thread(launched.look)
+    await end(3)
     await asyncio.to_thread(launched.stop)
 
 
