@@ -269,14 +269,17 @@ async def _checked(ongoing: OngoingRequest, standing: Standing, read: Callable[[
 async def _answer(
     request: web.Request, head: HttpHead, own: Mapping[str, str], read: Callable[[], Awaitable[bytes]]
 ) -> web.StreamResponse:
+    """Send an answer. Raises the error of the first piece."""
     headers = [*head.headers, *own.items()]
     if head.body is not None:
         return web.Response(status=head.status, headers=headers, body=head.body)
     response = web.StreamResponse(status=head.status, headers=headers)
+    piece = await read()  # before the head is sent: an error becomes a refusal, and a gateway can use another stage
     await response.prepare(request)
     try:
-        while piece := await read():
+        while piece:
             await response.write(piece)
+            piece = await read()
     except RlctlError as error:
         if response.content_type == "text/event-stream":
             await response.write(b"data: " + orjson.dumps(http_errors.body_of(without_frames(error))) + b"\n\n")

@@ -113,6 +113,63 @@ async def answers_endlessly(engine: Engine, request: HttpRequest) -> HttpExchang
     return Pieces("text/event-stream", endless())
 
 
+async def breaks(*pieces: bytes) -> AsyncGenerator[bytes, None]:
+    for piece in pieces:
+        yield piece
+    raise Reason.LINK_LOST.error("the connection to SGLang broke")
+
+
+async def test_a_stream_that_breaks_before_its_first_piece_is_refused(
+    world: World, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway sends a refused request to another stage."""
+    pieces: list[bytes] = []
+
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine, request
+        return Pieces("text/event-stream", breaks(*pieces))
+
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    refused = await call(world.url + "/generate")
+    assert (refused.status, refused.headers.get(REASON)) == (503, "LINK_LOST")
+    assert json.loads(refused.body)["error"]["cause"] == "the connection to SGLang broke"
+    pieces.append(b"data: 1\n\n")
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await call(world.url + "/generate")
+
+
+async def test_the_gate_refuses_a_stream_without_a_piece(
+    world: World, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine, request
+        return Pieces("text/event-stream", never())
+
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    asking = asyncio.create_task(call(world.url + "/generate"))
+    await asyncio.sleep(0.1)
+    world.gate.put(lease_until=0.0)
+    refused = await asyncio.wait_for(asking, 5)
+    assert (refused.status, refused.headers.get(REASON)) == (503, "STAGE_NOT_SERVING")
+
+
+async def never() -> AsyncGenerator[bytes, None]:
+    await asyncio.sleep(60)
+    yield b""
+
+
+async def test_a_stream_without_a_piece_is_an_empty_answer(
+    world: World, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine, request
+        return Pieces("text/event-stream", once(b""))
+
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    answer = await call(world.url + "/generate")
+    assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, "text/event-stream", b"")
+
+
 async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_file, "LOOK_S", 0.0)
     file = tmp_path / "access.json"
