@@ -42,6 +42,9 @@ def error_in(reason: str, body: Any) -> RlctlError:
     error_body = body.get("error") if isinstance(body, dict) else None
     fields = error_body if isinstance(error_body, dict) else {}
     message, field = str(fields.get("cause") or fields.get("message") or reason), str(fields.get("field") or "")
+    next_step = fields.get("next_step")
+    if not isinstance(next_step, str):
+        next_step = ""
     if reason not in Reason.__members__:
-        return Reason.INTERNAL.error(f"{reason}: {message}", field=field)
-    return Reason[reason].error(message, field=field)
+        return Reason.INTERNAL.error(f"{reason}: {message}", field=field, next_step=next_step)
+    return Reason[reason].error(message, field=field, next_step=next_step)

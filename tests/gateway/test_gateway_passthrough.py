@@ -275,13 +275,34 @@ async def test_a_connection_that_breaks_before_the_answer_is_another_stages(
 async def test_a_request_that_was_aborted_at_its_stage_is_not_repeated(
     both: Any, make_gateway: Callable[..., Any]
 ) -> None:
+    """Neither by the gateway nor by OpenAI's client, which repeats a 409: status and next step are the stage's."""
     fleet, ports = both
+    aborted = Reason.CANCELLED.error("the request was aborted", next_step="Do not send it again.")
+    aborted.http_status = 400
     for port in ports.values():
-        port.answering = refusing(Reason.CANCELLED.error("the request was aborted"))
+        port.answering = refusing(aborted)
     async with make_gateway(fleet) as (_, http):
         status, _, body = await ask(http)
-        assert (status, json.loads(body)["error"]["reason"]) == (409, "CANCELLED")
+        error = json.loads(body)["error"]
+        assert (status, error["reason"], error["code"]) == (400, "CANCELLED", 400)
+        assert error["next_step"] == "Do not send it again."
     assert total(ports) == 1
+
+
+async def test_a_refusal_about_a_broken_engine_is_repeated_at_another_stage(
+    both: Any, make_gateway: Callable[..., Any]
+) -> None:
+    fleet, ports = both
+    lost = Reason.LINK_LOST.error("the connection to SGLang broke", next_step="Send the request again.")
+    ports["a"].answering = refusing(lost)
+    async with make_gateway(fleet) as (_, http):
+        for _ in range(4):
+            assert (await ask(http))[0] == 200
+    assert len(ports["b"].requests) == 4
+    ports["b"].answering = refusing(lost)
+    async with make_gateway(fleet, retries=1) as (_, http):
+        status, _, body = await ask(http)
+        assert (status, json.loads(body)["error"]["next_step"]) == (503, "Send the request again.")
 
 
 async def test_a_document_that_breaks_off_is_another_stages(both: Any, make_gateway: Callable[..., Any]) -> None:

@@ -144,11 +144,8 @@ class Http:
             raise self.broken(error) from error
 
     def broken(self, error: Exception) -> RlctlError:
-        """Return the error of an answer that breaks off."""
-        return Reason.LINK_LOST.error(
-            f"the connection to {self.product} at {self.url} broke: {str(error) or type(error).__name__}",
-            outcome=OUTCOME_UNKNOWN,
-        )
+        """Return the error of a forwarded request whose answer breaks off."""
+        return self._lost(error, next_step="Send the request again.")
 
     async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
         """POST a body and return the beginning of the answer. A body that could not be written is written again.
@@ -217,7 +214,14 @@ class Http:
     def _broken(self, error: aiohttp.ClientError) -> RlctlError:
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return self._unreached(error)
-        return self.broken(error)
+        return self._lost(error)
+
+    def _lost(self, error: Exception, next_step: str = "") -> RlctlError:
+        return Reason.LINK_LOST.error(
+            f"the connection to {self.product} at {self.url} broke: {str(error) or type(error).__name__}",
+            next_step=next_step,
+            outcome=OUTCOME_UNKNOWN,
+        )
 
     def _unreached(self, error: Exception) -> RlctlError:
         return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")

@@ -153,4 +153,6 @@ async def _refusal(reason: str, response: Response) -> RlctlError:
         body = orjson.loads(await response.read_all())
     except ValueError:
         body = None
-    return error_in(reason, body)
+    error = error_in(reason, body)
+    error.http_status = response.status
+    return error

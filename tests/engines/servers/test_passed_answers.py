@@ -175,7 +175,9 @@ async def test_an_answer_that_breaks_off_is_an_error(first: bytes) -> None:
 
     async with made(serve) as world:
         reason, body = await read(world)
-        assert (reason, json.loads(body)["error"]["reason"]) == ("LINK_LOST", "LINK_LOST")
+        error = json.loads(body)["error"]
+        assert (reason, error["reason"]) == ("LINK_LOST", "LINK_LOST")
+        assert error["next_step"] == "Send the request again."
         assert len(world.heads) == 1
 
 
