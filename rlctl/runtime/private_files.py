@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,36 @@ def opener(path: str, flags: int) -> int:
 def write_text(path: Path, text: str) -> None:
     with open(path, "w", opener=opener) as file:
         file.write(text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a file by a private file, in one step and durably. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_text(draft, text)
+        put_in_place(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def put_in_place(draft: Path, path: Path) -> None:
+    """Rename a complete file into place. After a crash, the path has the old or the new content. Raises OSError."""
+    _sync(draft)
+    os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Sync the names of a directory's files to disk. Raises OSError."""
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_directory(path: Path, *, own: bool = False) -> None:

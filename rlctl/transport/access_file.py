@@ -10,10 +10,8 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import secrets
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -146,15 +144,11 @@ def write(path: Path, entries: Mapping[str, Entry], *, max_in_flight: int | None
     quota = {} if max_in_flight is None else {"max_in_flight": max_in_flight}
     principals = [_document(entry) for _, entry in sorted(entries.items())]
     document = {"version": VERSION, **quota, "principals": principals}
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         private_files.make_directory(path.parent)
-        private_files.write_text(draft, json.dumps(document, indent=2) + "\n")
-        os.replace(draft, path)
+        private_files.replace(path, json.dumps(document, indent=2) + "\n")
     except OSError as error:
         raise _invalid(path, f"it cannot be written: {error}") from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -85,9 +84,7 @@ def journal_backup(settings: Settings, target: Path, file: Path | None, name: st
         else:
             raise files.missing(path)
         contents = verify(draft)
-        with draft.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(draft, target)
+        private_files.put_in_place(draft, target)
     finally:
         draft.unlink(missing_ok=True)
     _show_contents(settings, str(target), contents)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.coordinator.journal.sqlite import LOCK_S, LOCKED, NEXT_STEP, copy_database, lock_holder
+from rlctl.runtime import private_files
 
 IN_USE = "`rlctl journal backup` and `verify` without --journal and --name copy it through its coordinator."
 
@@ -58,7 +59,7 @@ def replace(path: Path, draft: Path) -> Path | None:
     Raises JOURNAL_FAILED, without a change, while a coordinator has the journal open.
     """
     if not path.exists():
-        os.replace(draft, path)
+        private_files.put_in_place(draft, path)
         return None
     readable = refuse_used(path)
     if readable and _beside(path, "-wal").exists():
@@ -68,7 +69,7 @@ def replace(path: Path, draft: Path) -> Path | None:
     for suffix in ("-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.replace(_beside(path, suffix), _beside(backup, suffix))
-    os.replace(draft, path)  # a coordinator that has opened the old file meanwhile notices the loss
+    private_files.put_in_place(draft, path)  # a coordinator that has opened the old file meanwhile notices the loss
     return backup
 
 

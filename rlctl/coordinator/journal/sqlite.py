@@ -85,6 +85,7 @@ class SqliteJournal:
                 self._migrate(connection, 0)
             with contextlib.suppress(FileExistsError):  # another coordinator was first
                 os.link(draft, self._path)
+            private_files.sync_directory(self._path.parent)
         finally:
             draft.unlink(missing_ok=True)
 

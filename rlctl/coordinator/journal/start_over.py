@@ -12,6 +12,7 @@ from rlctl.contract.errors import Reason
 from rlctl.coordinator.journal.records import parsed
 from rlctl.coordinator.journal.sqlite import SqliteJournal
 from rlctl.ports import Put
+from rlctl.runtime import private_files
 from rlctl.v1.journal_pb2 import FleetRecord, ModelRecord
 
 
@@ -41,7 +42,7 @@ def start_over(path: Path) -> None:
         for suffix in ("", "-wal", "-shm"):
             backup.with_name(backup.name + suffix).unlink(missing_ok=True)
         os.link(path, backup)  # a journal of this name exists at every moment, even if this process dies
-        os.replace(draft, path)
+        private_files.put_in_place(draft, path)
     except OSError as error:
         raise Reason.JOURNAL_FAILED.error(f"journal {path}: {error}") from error
     finally:

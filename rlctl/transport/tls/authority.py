@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
-import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -310,9 +309,7 @@ def _write(
     try:
         private_files.make_directory(certificate.parent)
         for path, content in ((key_path, private), (certificate, pem)):
-            draft = path.with_name(f".{path.name}.new")
-            private_files.write_text(draft, content.decode())
-            os.replace(draft, path)
+            private_files.replace(path, content.decode())
     except OSError as error:
         raise _unwritable(certificate, error) from None
 
