@@ -334,6 +334,7 @@ class SGLangEngine(ServerEngine):
         try:
             return await memory.release(
                 self._control,
+                self._ranks,
                 self._state,
                 request.tags,
                 facts.memory_tags,
@@ -350,6 +351,7 @@ class SGLangEngine(ServerEngine):
         call.accept()
         return await memory.resume(
             self._control,
+            self._ranks,
             self._state,
             request.tags,
             self._facts.memory_tags,

@@ -71,6 +71,13 @@ def sabotage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sabotage") / "now"
 
 
+@pytest.fixture
+def ordered(sabotage: Path) -> Iterator[Path]:
+    """The file with orders, which is removed after the test."""
+    yield sabotage
+    sabotage.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
 def sabotaged(sabotage: Path) -> dict[str, str]:
     """The environment of servers whose ranks carry the orders out."""

@@ -3,7 +3,8 @@
 The environment variable SABOTAGE names a file with orders, ``KIND:NAME,...@RANK``: ``drop`` (a tensor is not placed),
 ``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit),
 ``flip-shadow`` (a bit of a shadow copy changes after the seal), ``late-adapter`` (an adapter is loaded a second later),
-``no-adapter`` (it is not loaded). By ``stale-decode`` decode steps of all ranks compute with weights of the server's
+``no-adapter`` (it is not loaded), ``late-memory`` (a release or resume of memory ends a second later, and leaves the
+file "memory" beside the orders). By ``stale-decode`` decode steps of all ranks compute with weights of the server's
 start.
 """
 
@@ -70,8 +71,18 @@ def register() -> None:
             raise OSError("no such file, as the test wants it")
         load(*args)
 
-    target = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
-    HookRegistry.register(target, reading, HookType.AROUND)
+    def remembering(act: Callable[..., Any], *args: Any) -> Any:
+        output = act(*args)
+        kind, _ = orders(get_parallel().tp_rank)
+        if kind == "late-memory":
+            time.sleep(1)
+            now.with_name("memory").touch()
+        return output
+
+    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights", reading, HookType.AROUND)
+    manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    for method in ("release_memory_occupation", "resume_memory_occupation"):
+        HookRegistry.register(f"{manager}.{method}", remembering, HookType.AROUND)
     sabotage.for_decode = for_decode
     StagedUpdate.seal = sealing  # type: ignore[method-assign]
     MemoryMap.place, SGLangModel.finalize_load = placing, finishing  # type: ignore[method-assign]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -47,12 +46,6 @@ def test_what_does_not_fit_changes_nothing(pair: Fleet, tiny: tuple[Any, Path], 
         save(tmp_path / "parts", alone, target_modules=["q_proj"]),
     )
     adapter_steps.are_refused(pair, tiny[0], tmp_path, [(Reason.UNSUPPORTED, path) for path in unsupported])
-
-
-@pytest.fixture
-def ordered(sabotage: Path) -> Iterator[Path]:
-    yield sabotage
-    sabotage.unlink(missing_ok=True)
 
 
 def test_an_adapter_is_loaded_at_every_rank_before_its_files_are_removed(

@@ -59,6 +59,16 @@ def test_a_publisher_updates_weights_that_came_back(pair: Fleet, tiny: tuple[Any
         assert pair.generate("1+2=", max_new_tokens=4)
 
 
+def test_memory_is_released_and_resumed_at_every_rank(pair: Fleet, ordered: Path) -> None:
+    """SGLang answers once rank 0 has released or resumed it."""
+    done = ordered.with_name("memory")
+    ordered.write_text("late-memory:@1")
+    for act in (pair.release_memory, pair.resume_memory):
+        act(tags=["kv_cache"])
+        assert done.exists(), act
+        done.unlink()
+
+
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
 async def test_the_ranks_have_a_co_located_trainers_weights(
     two_ranks: LaunchedFleet, tiny: tuple[Any, Path], tmp_path: Path, trainer: str

@@ -290,17 +290,20 @@ async def ask(
         facts = replace(facts, ranks=await attach())
         if not facts.ranks:
             unsupported |= dict.fromkeys(_IN_RANKS, ABSENT)
+    unanswered = unsupported["CheckWeights"] if facts.world_size > 1 and not facts.ranks else ""
     if not facts.memory_tags:
         for verb in _MEMORY:
             unsupported[verb] = "SGLang was started without --enable-memory-saver: it would release nothing"
+    elif unanswered:
+        for verb in _MEMORY:
+            unsupported.setdefault(verb, f"SGLang answers for one rank only: {unanswered}")
     elif str(info.get("weight_cache_mode") or "off") != "off":
         unsupported["ReleaseMemory"] = "with --weight-cache-mode SGLang ends when its weights are to be released"
     if not info.get("enable_lora"):
         unsupported |= dict.fromkeys(_ADAPTERS, "SGLang was started without --enable-lora")
     elif facts.dp_ranks > 1:
         unsupported |= dict.fromkeys(_ADAPTERS, "adapters need a server without data-parallel ranks")
-    elif facts.world_size > 1 and not facts.ranks:
-        unanswered = unsupported["CheckWeights"]
+    elif unanswered:
         unsupported |= dict.fromkeys(_ADAPTERS, f"SGLang answers a load of an adapter for one rank only: {unanswered}")
     for keeper in keepers_in(KEEPERS, info):
         unsupported |= dict.fromkeys((*WRITES, *(_ADAPTERS if keeper.stores else ())), keeper.reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.own_pause import OwnPause
@@ -25,6 +26,13 @@ HANDOVER_S = 35.0
 """
 
 
+class Ranks(Protocol):
+    """The ranks of one server."""
+
+    async def caught_up(self, call: Call) -> None:
+        """Wait until every rank has carried out the earlier calls to the server."""
+
+
 async def flush(control: Control, idle_s: float, call: Call) -> None:
     """Empty the caches, after up to ``idle_s`` seconds for requests to end. Raises ACTIVE_REQUESTS.
 
@@ -40,6 +48,7 @@ async def flush(control: Control, idle_s: float, call: Call) -> None:
 
 async def release(
     control: Control,
+    ranks: Ranks | None,
     state: State,
     tags: Sequence[MemoryTag.ValueType],
     known: Collection[MemoryTag.ValueType],
@@ -50,9 +59,9 @@ async def release(
 ) -> MemoryReport:
     """Release regions. The server is paused first: nothing can start between the check for requests and the release.
 
-    Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for an unknown region. ``active``: number
-    of active requests, which the pause of a pair's server would end. ``keeps_weights``: the server keeps the content of
-    its weights.
+    Raises MEMORY_NOT_RELEASABLE while requests hold KV entries, FIELD_INVALID for an unknown region, and as
+    ``caught_up`` with outcome UNKNOWN. ``ranks``: None for a server of one rank. ``active``: number of active requests,
+    which the pause of a pair's server would end. ``keeps_weights``: the server keeps the content of its weights.
     """
     own = own_pause(control, state)
     regions = state.release(tags, known)
@@ -75,11 +84,13 @@ async def release(
             await own.let_go(call, error)
             raise
         state.released |= regions
+    await _confirm(ranks, call)
     return state.memory_report(keeps_weights=keeps_weights)
 
 
 async def resume(
     control: Control,
+    ranks: Ranks | None,
     state: State,
     tags: Sequence[MemoryTag.ValueType],
     known: Collection[MemoryTag.ValueType],
@@ -87,14 +98,32 @@ async def resume(
     *,
     keeps_weights: bool,
 ) -> MemoryReport:
-    """Resume the released regions among ``tags``. Regions that are not released are confirmed."""
+    """Resume the released regions among ``tags``. Regions that are not released are confirmed.
+
+    ``ranks`` and errors as in :func:`release`.
+    """
     regions = state.resume(tags, known)
     if regions:
         await control.must("/resume_memory_occupation", {"tags": _names(regions)}, call=call)
         state.released -= regions
+    await _confirm(ranks, call)
     if not state.released:
         await own_pause(control, state).let_go(call)
     return state.memory_report(keeps_weights=keeps_weights)
+
+
+async def _confirm(ranks: Ranks | None, call: Call) -> None:
+    """Wait until every rank has released or resumed its memory: SGLang answers once rank 0 has. A failure is UNKNOWN.
+
+    A repeated call asks again, because the call before may have had no answer of all ranks.
+    """
+    if ranks is None:
+        return
+    try:
+        await ranks.caught_up(call)
+    except RlctlError as error:
+        error.outcome = OUTCOME_UNKNOWN
+        raise
 
 
 def _names(regions: Iterable[MemoryTag.ValueType]) -> list[str]:

@@ -14,7 +14,7 @@ from rlctl_servers.updates.checkpoints import Checkpoints
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
-from rlctl.v1.verbs_pb2 import AdapterConfig, AdapterList, ListAdaptersRequest
+from rlctl.v1.verbs_pb2 import AdapterConfig
 from rlctl_sglang.server.process import PRODUCT
 from rlctl_sglang.state import State
 from rlctl_sglang.updates.rank_calls import Ranks
@@ -65,8 +65,7 @@ class Adapters(adapters.Adapters):
 
         Each rank carries out its calls in order, so its answer comes after its load, and the files may be removed then.
         """
-        answers = await ranks.each("ListAdapters", ListAdaptersRequest(), AdapterList, call)
-        missing = [n for n, answer in enumerate(answers) if name not in {adapter.name for adapter in answer.adapters}]
+        missing = [rank for rank, names in enumerate(await ranks.adapters(call)) if name not in names]
         if missing:
             raise Reason.ENGINE_FAILED.error(
                 f"SGLang has loaded the adapter at other ranks, but not at rank {', '.join(map(str, missing))}",

@@ -12,11 +12,24 @@ from rlctl_servers.updates.rank_calls import RankCalls
 from rlctl.contract.errors import Reason
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
+from rlctl.v1.verbs_pb2 import AdapterList, ListAdaptersRequest
 from rlctl_sglang.ranks.channel import ABSENT, ACTION, UNKNOWN_ACTION
 
 
 class Ranks(RankCalls):
     """The tensor-parallel ranks of one SGLang server."""
+
+    async def adapters(self, call: Call) -> list[set[str]]:
+        """Return the names of the adapters that each rank has loaded, in order of the ranks."""
+        answers = await self.each("ListAdapters", ListAdaptersRequest(), AdapterList, call)
+        return [{adapter.name for adapter in answer.adapters} for answer in answers]
+
+    async def caught_up(self, call: Call) -> None:
+        """Wait until every rank has carried out the earlier calls to the server. SGLang answers some once rank 0 has.
+
+        Each rank carries out its calls in order, and a list of adapters touches no weights, nor released memory.
+        """
+        await self.adapters(call)
 
     async def _send(self, arguments: dict[str, Any], call: Call) -> Sequence[Any]:
         body = {"action": ACTION, "skip_tensor_list": [json.dumps(arguments)]}

@@ -74,6 +74,15 @@ async def test_ranks_that_do_not_answer_rule_out_adapters() -> None:
     assert "LoadAdapter" not in await unsupported(enable_lora=True, plugin=False)
 
 
+async def test_ranks_that_do_not_answer_rule_out_memory() -> None:
+    """SGLang answers a release or a resume once rank 0 has done it."""
+    memory = {"ReleaseMemory", "ResumeMemory"}
+    assert memory <= await unsupported(tp_size=2, plugin=False)
+    assert memory <= await unsupported(pp_size=2)
+    assert not memory & await unsupported(tp_size=2)
+    assert not memory & await unsupported(plugin=False)
+
+
 async def test_settings_as_sglang_writes_them_where_nothing_is_set_rule_out_nothing() -> None:
     off = {"offload_group_size": -1, "dwdp_size": 1, "ple_offload_backend": "pinned", "elastic_ep_backend": None}
     off |= {"kt_weight_path": None, "weight_cache_mode": "off", "enable_eplb": False, "hicache_storage_backend": None}

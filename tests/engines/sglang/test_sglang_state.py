@@ -119,11 +119,11 @@ async def test_a_release_that_failed_holds_nothing_back_unless_it_may_have_been_
     server: Any = Server()
     state, call = State(), Call("c", math.inf)
     with pytest.raises(RlctlError):
-        await memory.release(server, state, [MEMORY_TAG_KV_CACHE], KNOWN, call, active=0, keeps_weights=False)
+        await memory.release(server, None, state, [MEMORY_TAG_KV_CACHE], KNOWN, call, active=0, keeps_weights=False)
     assert told[told.index("/release_memory_occupation") + 1 :] == told_after
     assert (state.released, state.stopped) == (released, bool(released))
     if released:
-        await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
+        await memory.resume(server, None, state, [], KNOWN, call, keeps_weights=False)
         assert told[-2:] == ["/resume_memory_occupation", "/continue_generation"]
 
 
@@ -149,12 +149,12 @@ async def test_a_refused_release_is_unknown_while_the_server_remains_paused(fail
     server: Any = Server()
     state, call = State(), Call("c", 0.0)
     with pytest.raises(RlctlError) as failed:
-        await memory.release(server, state, [], KNOWN, call, active=0, keeps_weights=False)
+        await memory.release(server, None, state, [], KNOWN, call, active=0, keeps_weights=False)
     assert (failed.value.reason, failed.value.outcome) == (reason, OUTCOME_UNKNOWN)
     assert failed.value.message.endswith("; the server remains paused: SGLang refused /continue_generation")
     assert state.stopped
     stuck = False
-    await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
+    await memory.resume(server, None, state, [], KNOWN, call, keeps_weights=False)
     assert not state.stopped
 
 
@@ -168,7 +168,7 @@ async def test_a_release_names_the_cause_of_a_flush_that_failed() -> None:
     server: Any = Server()
     state = State()
     with pytest.raises(RlctlError) as failed:
-        await memory.release(server, state, [], KNOWN, Call("c", 0.0), active=0, keeps_weights=False)
+        await memory.release(server, None, state, [], KNOWN, Call("c", 0.0), active=0, keeps_weights=False)
     assert (failed.value.reason, failed.value.outcome) == (Reason.LINK_LOST, OUTCOME_REJECTED)
     assert (failed.value.message, state.stopped) == ("it broke", False)
 
@@ -185,7 +185,7 @@ async def test_a_release_that_failed_does_not_end_the_pause_that_an_earlier_rele
     state = State(holding=True, released={MEMORY_TAG_KV_CACHE})
     call = Call("c", 0.0)
     with pytest.raises(RlctlError):
-        await memory.release(server, state, [MEMORY_TAG_WEIGHTS], KNOWN, call, active=0, keeps_weights=False)
+        await memory.release(server, None, state, [MEMORY_TAG_WEIGHTS], KNOWN, call, active=0, keeps_weights=False)
     assert sent == ["/flush_cache"]
     assert state.holding
 
@@ -201,7 +201,49 @@ async def test_a_resume_of_memory_keeps_the_pause_of_an_update() -> None:
     state, call = State(holding=True, released={MEMORY_TAG_KV_CACHE}), Call("c", math.inf)
     pause = memory.own_pause(server, state)
     await pause.begin(call)
-    await memory.resume(server, state, [], KNOWN, call, keeps_weights=False)
+    await memory.resume(server, None, state, [], KNOWN, call, keeps_weights=False)
     assert (sent, state.stopped) == (["/resume_memory_occupation"], True)
     await pause.end(call)
     assert (sent[-1], state.stopped) == ("/continue_generation", False)
+
+
+async def test_memory_is_confirmed_once_every_rank_has_released_or_resumed_it() -> None:
+    """SGLang answers once rank 0 has."""
+    sent: list[str] = []
+    lost = Reason.LINK_LOST.error("a rank has failed")
+
+    class Server:
+        async def tell(self, path: str, body: dict[str, Any], *, call: Call) -> Answer:
+            sent.append(path)
+            return Answer(200, "")
+
+        async def must(self, path: str, body: dict[str, Any], *, call: Call) -> None:
+            sent.append(path)
+
+    class Ranks:
+        def __init__(self, failure: RlctlError | None = None) -> None:
+            self._failure = failure
+
+        async def caught_up(self, call: Call) -> None:
+            sent.append("ranks")
+            if self._failure is not None:
+                raise self._failure
+
+    server: Any = Server()
+    failing: Any = Ranks(lost)
+    ranks: Any = Ranks()
+    state, call = State(), Call("c", math.inf)
+    with pytest.raises(RlctlError) as failed:
+        await memory.release(server, failing, state, [MEMORY_TAG_KV_CACHE], KNOWN, call, active=0, keeps_weights=False)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.LINK_LOST, OUTCOME_UNKNOWN)
+    assert sent[-2:] == ["/release_memory_occupation", "ranks"]
+    assert (state.released, state.stopped) == ({MEMORY_TAG_KV_CACHE}, True)
+    for step in ("/resume_memory_occupation", "ranks"):  # the second resume has nothing to send, but asks again
+        with pytest.raises(RlctlError) as failed:
+            await memory.resume(server, failing, state, [], KNOWN, call, keeps_weights=False)
+        assert failed.value.outcome == OUTCOME_UNKNOWN
+        assert sent[-2:] == [step, "ranks"]
+        assert (state.released, state.stopped) == (set(), True)
+    await memory.resume(server, ranks, state, [], KNOWN, call, keeps_weights=False)
+    assert sent[-2:] == ["ranks", "/continue_generation"]
+    assert not state.stopped
