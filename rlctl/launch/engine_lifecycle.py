@@ -16,7 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.launcher import Launched, Launcher
 from rlctl.launch.interface.spec import LOAD_S, EngineSpec
-from rlctl.launch.local.child_processes import end
+from rlctl.launch.local.child_processes import KILLED_S, end, unended
 from rlctl.runtime.restart_limit import Failures, RestartLimit
 from rlctl.runtime.server_process import STOP_S
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE
@@ -123,6 +123,8 @@ class EngineRun:
         self._quiet_looks = 0
         self._told = False
         self._orderly_end: float | None = None
+        self._killed: list[Launched] = []
+        self._unended: RlctlError | None = None
         self._remind_s = REMIND_S
 
     # Requests of the controller.
@@ -131,6 +133,7 @@ class EngineRun:
         """Start the followers, or rank 0 of an engine without followers."""
         spec = self.spec
         self._orderly_end = None
+        self._killed.clear()
         self._enter(Phase.STARTING)
         if spec.followers:
             total = f"{spec.ranks} ranks beside rank 0" if spec.nodes == 1 else f"{spec.nodes} nodes"
@@ -165,7 +168,7 @@ class EngineRun:
 
     def again(self) -> None:
         """Start a failed engine again after the back-off."""
-        if self.phase is Phase.FAILED and not self._reap() and self._may_start:
+        if self.phase is Phase.FAILED and not self.processes and self._may_start:
             self._say(f"{self.spec.slot}: starting again (attempt {self.failures + 1})")
             self.start()
 
@@ -252,6 +255,8 @@ class EngineRun:
             case Phase.STOPPING:
                 if not self._reap():
                     self._enter(Phase.GONE)
+            case Phase.FAILED:
+                self._reap()
 
     @property
     def leader(self) -> Launched:
@@ -280,6 +285,11 @@ class EngineRun:
     def given_up(self) -> bool:
         """Whether the engine has failed and only an operator starts it again."""
         return self.phase is Phase.FAILED and self._recent.exceed(self.limits.restarts)
+
+    @property
+    def retries(self) -> bool:
+        """Whether the engine has failed and starts again after the back-off, in a fleet that restarts engines."""
+        return self.phase is Phase.FAILED and not self.given_up and self.error is not self._unended
 
     @property
     def _may_start(self) -> bool:
@@ -375,17 +385,29 @@ class EngineRun:
         self._enter(Phase.FAILED)
 
     def _reap(self) -> bool:
-        """Remove ended processes, kill late processes; returns whether any process is left."""
-        overdue = time.monotonic() - self._since > STOP_S
+        """Remove ended processes, kill late processes; returns whether any process is left.
+
+        A process that no kill ends stays until it ends, since it holds its GPU.
+        """
+        overdue_s = time.monotonic() - self._since - STOP_S
         for process in list(self.processes):
-            if process.returncode is None and overdue:
-                self._say(f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; "
-                          f"see {process.log}")  # fmt: skip
-                process.kill()
-            if process.returncode is not None or overdue:
+            if process.returncode is None and overdue_s > 0:
+                self._kill(process)
+            if process.returncode is None and overdue_s > KILLED_S:
+                process.wait(0.0, 0.0)  # a server at a lost node is then LOST
+            if process.returncode is not None:
                 process.wait()
                 self.processes.remove(process)
+        if overdue_s > KILLED_S and self.processes and (self.error is None or self.error is not self._unended):
+            self.error = self._unended = unended(self.processes)
         return bool(self.processes)
+
+    def _kill(self, process: Launched) -> None:
+        if process in self._killed:
+            return
+        self._say(f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; see {process.log}")
+        process.kill()
+        self._killed.append(process)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

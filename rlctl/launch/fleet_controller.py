@@ -24,7 +24,7 @@ from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limi
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.launcher import Launched, Launcher
 from rlctl.launch.interface.spec import EngineSpec, GatewaySpec, Reservation, any_port
-from rlctl.launch.local.child_processes import stop_all
+from rlctl.launch.local.child_processes import stop_all, unended
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.metrics_targets import MetricsTargets
 from rlctl.runtime import private_files
@@ -189,10 +189,13 @@ class LaunchedFleet:
             self._client.close()
             self._client = None
         engines = [process for run in self.runs.values() for process in run.processes]
-        for process in [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]:
+        late = [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]
+        for process in late:
             self._say(
                 f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; see {process.log}"
             )
+        if error := unended(late):
+            self._say(f"Warning: {error}")
         self.runs.clear()
         self.coordinator = None
         self._launcher.close()
@@ -214,6 +217,8 @@ class LaunchedFleet:
         """
         old = self.runs[slot]
         stop_all(old.processes)
+        if error := unended(old.processes):
+            raise error
         run = self.runs[slot] = self._run(old.spec)
         run.start()
         while run.phase not in (Phase.HEALING, Phase.READY):

@@ -114,7 +114,8 @@ class Gateways:
     def _advance(self, gateway: _Gateway, coordinator: str, *, restart: bool) -> None:
         model = gateway.spec.model
         if model in self.errors:
-            if restart and time.monotonic() >= gateway.again_at:
+            if restart and time.monotonic() >= gateway.again_at and gateway.process.returncode is not None:
+                gateway.process.wait()
                 try:
                     gateway.process = self._start(gateway.at, coordinator)
                 except RlctlError as error:
@@ -143,7 +144,6 @@ class Gateways:
         process, since_s = gateway.process, time.monotonic() - gateway.since
         if since_s > START_S:
             process.kill()
-            process.wait()
             why = f"{process.name} did not come up in {START_S:g} s"
             self._failed(gateway, Reason.DEADLINE_EXCEEDED.error(why, next_step=f"See {process.log}."))
         elif since_s >= gateway.remind_s:
@@ -161,8 +161,9 @@ class Gateways:
 
     def _reap(self) -> None:
         for process, deadline in list(self._leaving):
-            if process.returncode is not None or time.monotonic() > deadline:
+            if process.returncode is None and time.monotonic() > deadline:
                 process.kill()
+            if process.returncode is not None:
                 process.wait()
                 self._leaving.remove((process, deadline))
                 self._say(f"{process.name}: stopped")

@@ -113,6 +113,35 @@ def test_a_fleet_that_ends_while_it_is_asked_about_is_down(cli: Cli, monkeypatch
     assert (ran.code, ran.err) == (0, "Fleet lab is down.\n")
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_that_outlives_its_supervisor_is_named(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """No kill ends a process in a system call that does not return. It holds its GPU."""
+    me = os.getpid()
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as supervisor:
+        started = fleet_state.identity(supervisor.pid)
+        identities = {"actor-0": fleet_state.identity(me)}
+        fleet = dataclasses.replace(
+            FLEET, pid=supervisor.pid, started=started, processes={"actor-0": me}, identities=identities
+        )
+        fleet_state.write(fleet)
+
+        def confirm(*_: object) -> None:
+            supervisor.communicate()
+
+        monkeypatch.setattr(Settings, "confirm", confirm)
+        if again:
+            supervisor.communicate()
+        ran = cli("down", "--name", "lab")
+    assert ran.code == 1
+    assert (
+        f"its supervisor {'' if not again else f'{fleet.pid} '}has ended; still ending: actor-0 (pid {me})" in ran.err
+    )
+    assert "is down.\n" not in ran.err
+    assert fleet_state.read("lab") == fleet
+
+
 def test_a_fleet_of_another_user_is_not_taken_down(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet_state.write(FLEET)
 

@@ -67,6 +67,20 @@ def test_the_endpoint_is_known_before_the_engines_are_up() -> None:
     assert fleet.deployment == {}, "nothing is planned against a fleet that starts"
 
 
+def test_processes_that_no_kill_ends_stay_on_record() -> None:
+    me = os.getpid()
+    processes, identities = {"actor-0": me}, {"actor-0": fleet_state.identity(me)}
+    state = fleet_state.FleetState(
+        "lab", me, "gone", fleet_state.READY, "127.0.0.1:7", "", processes, identities=identities
+    )
+    fleet_state.write(state)
+    supervisor._remove_state("lab")
+    assert fleet_state.read("lab") == state
+    fleet_state.write(dataclasses.replace(state, identities={"actor-0": "ended"}))
+    supervisor._remove_state("lab")
+    assert not fleet_state.state_file("lab").exists()
+
+
 class Refusing(Children):
     """A launcher that has no room for engines that are called so."""
 

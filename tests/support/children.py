@@ -45,7 +45,7 @@ class Child:
 
     kill = terminate
 
-    def wait(self, timeout_s: float = 0) -> bool:
+    def wait(self, timeout_s: float = 0, killed_s: float = 0) -> bool:
         return False
 
 

@@ -36,10 +36,9 @@ def down(settings: Settings, name: str | None) -> None:
             f"no fleet {name!r} is up on this machine; fleets that are up: {listed(fleet_state.up())}",
             param_hint="--name",
         )
-    if not running.alive and (survivors := running.survivors):
+    if not running.alive and running.survivors:
         raise click.ClickException(
-            f"no fleet {name!r} is up on this machine: its supervisor {running.pid} has died; still ending: "
-            + ", ".join(f"{process} (pid {pid})" for process, pid in survivors.items())
+            f"no fleet {name!r} is up on this machine: its supervisor {running.pid} has ended; {_still_ending(running)}"
         )
     if not running.alive:
         fleet_state.remove(name)
@@ -66,7 +65,13 @@ def down(settings: Settings, name: str | None) -> None:
             raise Reason.DEADLINE_EXCEEDED.error(f"supervisor {running.pid} did not end in {limit_s:g} s")
         time.sleep(LOOK_S)
     show(settings, _view(running))
+    if running.survivors:
+        raise click.ClickException(f"fleet {name!r} is down, and its supervisor has ended; {_still_ending(running)}")
     settings.say(f"Fleet {name} is down.")
+
+
+def _still_ending(fleet: FleetState) -> str:
+    return "still ending: " + ", ".join(f"{process} (pid {pid})" for process, pid in fleet.survivors.items())
 
 
 def _view(stopped: FleetState) -> View:

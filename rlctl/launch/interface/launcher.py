@@ -50,8 +50,11 @@ class Launched(Protocol):
 
     def kill(self) -> None: ...
 
-    def wait(self, timeout_s: float = ...) -> bool:
-        """Wait for the end, with a kill after the time; returns whether the kill was needed."""
+    def wait(self, timeout_s: float = ..., killed_s: float = ...) -> bool:
+        """Wait for the end, with a kill after the time; returns whether the kill was needed.
+
+        ``killed_s``: limit of the wait after the kill. A server that still runs then has no returncode.
+        """
 
 
 class Launcher(Protocol):

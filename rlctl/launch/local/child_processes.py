@@ -22,6 +22,11 @@ from rlctl.runtime.server_process import ANNOUNCEMENT, STOP_S
 
 READ_S = 1.0
 """Seconds to read the last output of an ended process."""
+KILLED_S = 5.0
+"""Seconds for a killed process to end. A process in a system call that does not return, for example of a GPU driver or
+of NFS, does not end.
+"""
+LOOK_S = 0.05
 TEND_S = 30.0
 """Seconds between checks of the log's size."""
 
@@ -87,11 +92,17 @@ class Process:
 
         Raises ENGINE_FAILED after the process's end, DEADLINE_EXCEEDED after the time.
         """
-        if not self._announced.wait(timeout_s):
+        deadline = time.monotonic() + timeout_s
+        late = not self._announced.wait(timeout_s)
+        if not late and not self.facts:
+            try:
+                self._popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # its output has ended, and the process has not
+                late = True
+            else:
+                raise self.failure()
+        if late:
             raise Reason.DEADLINE_EXCEEDED.error(f"{self.name} did not come up in {timeout_s:g} s; see {self.log}")
-        if not self.facts:
-            self._popen.wait()
-            raise self.failure()
         return self.facts
 
     def until_announced(self) -> dict[str, str]:
@@ -128,15 +139,21 @@ class Process:
     def kill(self) -> None:
         self._popen.kill()
 
-    def wait(self, timeout_s: float = STOP_S) -> bool:
-        """Wait for the end, with a kill after the time; returns whether the kill was needed."""
+    def wait(self, timeout_s: float = STOP_S, killed_s: float = KILLED_S) -> bool:
+        """Wait for the end, with a kill after the time; returns whether the kill was needed.
+
+        A process that has not ended ``killed_s`` after the kill still runs, and :attr:`returncode` stays None.
+        """
         killed = False
         try:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             killed = True
             self._popen.kill()
-            self._popen.wait()
+            try:
+                self._popen.wait(killed_s)
+            except subprocess.TimeoutExpired:
+                return True
         self._reader.join(READ_S)  # takes longer if a child of the process continues with the same standard output
         assert self._popen.stdin is not None
         self._popen.stdin.close()
@@ -173,8 +190,32 @@ def end(process: Launched) -> None:
 
 
 def stop_all(processes: Sequence[Launched]) -> list[Launched]:
-    """End processes together, the last started first; returns the processes that had to be killed."""
+    """End processes together, the last started first; returns the processes that had to be killed.
+
+    Takes STOP_S and KILLED_S at most. :func:`unended` names processes that still run afterwards.
+    """
     for process in reversed(processes):
         end(process)
     deadline = time.monotonic() + STOP_S
-    return [process for process in reversed(processes) if process.wait(max(0.1, deadline - time.monotonic()))]
+    while time.monotonic() < deadline and any(process.returncode is None for process in processes):
+        time.sleep(LOOK_S)
+    late = [process for process in reversed(processes) if process.returncode is None]
+    for process in late:
+        process.kill()
+    deadline = time.monotonic() + KILLED_S
+    for process in reversed(processes):
+        process.wait(max(0.0, deadline - time.monotonic()), 0.0)
+    return late
+
+
+def unended(processes: Sequence[Launched]) -> RlctlError | None:
+    """Return the error for killed processes that still run, or None."""
+    running = [process for process in processes if process.returncode is None]
+    if not running:
+        return None
+    names = ", ".join(f"{process.name} (pid {process.pid})" for process in running)
+    verbs = ("was", "has") if len(running) == 1 else ("were", "have")
+    return Reason.ENGINE_FAILED.error(
+        f"{names} {verbs[0]} killed and {verbs[1]} not ended",
+        next_step=f"The kernel's log (dmesg) may name a system call that does not return. See also {running[0].log}.",
+    )

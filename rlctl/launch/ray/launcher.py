@@ -124,13 +124,16 @@ class RayProcess:
         else:
             self._actor.kill.remote()
 
-    def wait(self, timeout_s: float = STOP_S) -> bool:
-        """Wait for the end, with a kill after the time; returns whether the kill was needed."""
+    def wait(self, timeout_s: float = STOP_S, killed_s: float = KILLED_S) -> bool:
+        """Wait for the end, with a kill after the time; returns whether the kill was needed.
+
+        A server without an answer ``killed_s`` after the kill is LOST.
+        """
         self._look(timeout_s)
         if self._returncode is not None:
             return False
         self.kill()
-        self._look(KILLED_S)
+        self._look(killed_s)
         if self._returncode is None:  # the actor does not answer, and the child ends with the actor
             self._over(LOST, Reason.ENGINE_FAILED.error(f"{self.name} did not answer and was killed"))
         return True

@@ -69,11 +69,18 @@ def supervise(
             else:
                 os.set_inheritable(lock, False)
             stack.enter_context(_stop_signals())
-            stack.callback(fleet_state.remove, wanted.name)
+            stack.callback(_remove_state, wanted.name)
             _Supervisor(settings, wanted, new=new).hold(on_ready)
     except Stopped as stopped:
         settings.say(f"Fleet {wanted.name} is down.")
         sys.exit(128 + stopped.number)
+
+
+def _remove_state(name: str) -> None:
+    """Remove the state of a fleet, unless a killed process still runs: `rlctl up` waits for it."""
+    state = fleet_state.read(name)
+    if state is None or not state.survivors:
+        fleet_state.remove(name)
 
 
 @contextlib.contextmanager
@@ -239,7 +246,9 @@ class _Supervisor:
         for slot, run in fleet.runs.items():
             if run.error is not None and self._told.get(slot) is not run.error:
                 self._told[slot] = run.error
-                restart_text = f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart else ""
+                restart_text = (
+                    f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart and run.retries else ""
+                )
                 if run.given_up and self._wanted.restart:
                     limit = run.limits.restarts
                     restart_text = (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from children import Children
+from children import Child, Children
 
 from rlctl.contract.errors import Reason
 from rlctl.launch import engine_lifecycle
@@ -430,6 +430,65 @@ def test_what_does_not_end_is_killed(clock: Callable[[float], None]) -> None:
     run.advance(None)
     assert run.phase is Phase.GONE
     assert len([line for line in said if "was killed" in line]) == 2
+
+
+class Undying(Child):
+    """A process in a system call that does not return."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, [])
+        self.kills = 0
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def wait(self, timeout_s: float = 10, killed_s: float = 5) -> bool:
+        assert timeout_s + killed_s == 0 or self.returncode is not None, "a wait stops the only loop of the supervisor"
+        return True
+
+
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.FAILED])
+def test_a_process_that_no_kill_ends_is_reported_and_looked_at_until_it_ends(
+    clock: Callable[[float], None], phase: Phase, restart: bool
+) -> None:
+    children, said = Children(), []  # type: ignore[var-annotated]
+    run = started(children, said)
+    brought_up(run, children)
+    undying = Undying("a.1")
+    run.processes[0] = undying
+
+    def look() -> None:
+        run.advance(READY)
+        if restart:
+            run.again()
+
+    if phase is Phase.STOPPING:
+        run.stop()
+    else:
+        run.processes[1].returncode = -9
+        look()
+    count = len(children.all)
+    for _ in range(40):
+        clock(0.5)
+        look()
+    assert run.phase is phase
+    assert (undying.kills > 0, len(children.all)) == (True, count)
+    assert len([line for line in said if "a.1 (pid 1) did not end in 10 s and was killed" in line]) == 1
+    assert run.error is not None
+    assert run.error.message == "a.1 (pid 1) was killed and has not ended"
+    assert not run.retries
+    run.forgive()
+    look()
+    assert run.error is not None, "the next change is answered too"
+    undying.returncode = -9
+    look()
+    expected = Phase.GONE if phase is Phase.STOPPING else Phase.STARTING if restart else Phase.FAILED
+    assert run.phase is expected
+    assert undying not in run.processes
 
 
 def test_gpus_are_counted_by_their_device_files_and_hidden_by_the_environment(tmp_path: Path) -> None:

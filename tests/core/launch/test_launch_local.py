@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from children import Child
 
-from rlctl.contract.errors import InvalidRequest, Reason, RlctlError
+from rlctl.contract.errors import DeadlineExceeded, InvalidRequest, Reason, RlctlError
 from rlctl.launch import gateways as gateways_module
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.spec import GatewaySpec
 from rlctl.launch.local import child_processes, log_files
-from rlctl.launch.local.child_processes import Process
+from rlctl.launch.local.child_processes import Process, stop_all, unended
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.local.log_files import keep_short
 from rlctl.transport.auth import load_token
@@ -61,6 +61,39 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     (tmp_path / "says.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return LocalLauncher(tmp_path, token="secret", insecure=True, module="says")
+
+
+def test_a_process_that_no_kill_ends_is_waited_for_with_a_limit(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = launcher.start("a", [])
+    process.announced(20)
+    monkeypatch.setattr(process._popen, "kill", lambda: None)
+    monkeypatch.setattr(process._popen, "terminate", lambda: None)
+    began = time.monotonic()
+    assert process.wait(0.1, 0.1)
+    assert process.returncode is None
+    monkeypatch.setattr(child_processes, "STOP_S", 0.1)
+    monkeypatch.setattr(child_processes, "KILLED_S", 0.1)
+    assert stop_all([process]) == [process]
+    assert time.monotonic() - began < 5
+    error = unended([process])
+    assert error is not None
+    assert f"a (pid {process.pid}) was killed and has not ended" in error.message
+    os.kill(process.pid, signal.SIGKILL)
+    assert not process.wait()
+    assert unended([process]) is None
+
+
+def test_a_process_that_closes_its_output_and_does_not_end_is_waited_for_with_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "mute.py").write_text("import os, sys; os.close(1); sys.stdin.read()")
+    process = Process("a", [], tmp_path / "log", {"PYTHONPATH": str(tmp_path)}, module="mute")
+    try:
+        with pytest.raises(DeadlineExceeded, match="a did not come up in 2 s"):
+            process.announced(2)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_cores_are_a_processs_own_until_it_ends(launcher: LocalLauncher) -> None:
@@ -298,6 +331,37 @@ def test_a_gateway_that_does_not_come_up_is_told_of_and_tried_again(monkeypatch:
     gateways.look("c", restart=True)
     assert len(children) == 2
     assert not gateways.errors, "it has as long again"
+    children[1].facts = {"address": "http://127.0.0.1:3000"}
+    gateways.look("c", restart=True)
+    assert gateways.settled
+
+
+def test_a_gateway_that_no_kill_ends_is_looked_at_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, children = [100.0], []  # type: ignore[var-annotated]
+    monkeypatch.setattr(gateways_module.time, "monotonic", lambda: now[0])
+
+    class Launcher:
+        def start(self, name: str, arguments: Sequence[str], **_: object) -> Child:
+            children.append(Child(name, arguments))
+            return children[-1]
+
+    def no_wait(*_: float) -> bool:
+        raise AssertionError("a wait stops the only loop of the supervisor")
+
+    gateways = Gateways([GatewaySpec("actor", "127.0.0.1:0")], Launcher(), 1.0, lambda _: None)  # type: ignore[arg-type]
+    gateways.look("c", restart=True)
+    undying = children[0]
+    ends, undying.kill, undying.terminate, undying.wait = undying.terminate, lambda: None, lambda: None, no_wait
+    now[0] += gateways_module.START_S + 1
+    for _ in range(4):
+        gateways.look("c", restart=True)
+        now[0] += gateways_module.LEAVE_S
+    assert gateways.processes == [undying], "it may have the port"
+    assert gateways.errors["actor"].reason is Reason.DEADLINE_EXCEEDED
+    ends()
+    undying.wait = lambda *_: False
+    gateways.look("c", restart=True)
+    assert gateways.processes == [children[1]]
     children[1].facts = {"address": "http://127.0.0.1:3000"}
     gateways.look("c", restart=True)
     assert gateways.settled
