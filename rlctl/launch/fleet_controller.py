@@ -19,7 +19,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from rlctl.contract import min_healthy
-from rlctl.contract.errors import NotFound, Reason, RlctlError
+from rlctl.contract.errors import DeadlineExceeded, NotFound, Reason, RlctlError
 from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.launcher import Launched, Launcher
@@ -232,11 +232,19 @@ class LaunchedFleet:
         return self.directory / "journal.db"
 
     def restart_coordinator(self) -> None:
-        """Start an ended coordinator again, with the same address and journal."""
+        """Start an ended coordinator again, with the same address and journal.
+
+        Raises ENGINE_FAILED or DEADLINE_EXCEEDED. A coordinator that does not come up is killed.
+        """
         if self.coordinator is not None:
             self.coordinator.wait()
         self._launch_coordinator(self.address)
-        self._await_coordinator()
+        try:
+            self._await_coordinator()
+        except DeadlineExceeded:
+            assert self.coordinator is not None
+            self.coordinator.kill()
+            raise
 
     # The deployment, and the steps towards it.
 
@@ -517,6 +525,8 @@ class LaunchedFleet:
     def _refuse_failed(self) -> None:
         if self.coordinator is not None and self.coordinator.returncode is not None:
             raise self.coordinator.failure()
+        if self.coordinator is not None and not self.coordinator.serves and (error := unended([self.coordinator])):
+            raise error
         for run in self.runs.values():
             if run.error is not None:
                 raise run.error
@@ -557,9 +567,10 @@ class LaunchedFleet:
     def _asked(self, ask: Callable[[Fleet], object]) -> bool:
         """Call the coordinator. Returns False without an answer; the next step calls again.
 
-        An ended coordinator is not called: the SDK would wait, and the supervisor must restart the coordinator.
+        An ended coordinator is not called: the SDK would wait, and the supervisor must restart the coordinator. Nor is
+        a killed coordinator that has not ended.
         """
-        if self.coordinator is not None and self.coordinator.returncode is not None:
+        if self.coordinator is not None and (self.coordinator.returncode is not None or not self.coordinator.serves):
             return False
         try:
             if self._client is None:

@@ -23,9 +23,14 @@ from cli_helpers import LiveFleet
 from up_helpers import when
 from waiting import eventually
 
+from rlctl.cli.app.settings import Settings
+from rlctl.launch import fleet_controller
+from rlctl.launch.deployment import Deployment
+from rlctl.launch.engine_lifecycle import Limits
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.launch.local import child_processes
 from rlctl.launch.supervisor import fleet_state
+from rlctl.launch.supervisor.supervisor import _Supervisor
 from rlctl.runtime.server_process import STOP_S
 from rlctl.sdk.blocking import connect
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED
@@ -577,6 +582,48 @@ def test_who_does_not_end_is_killed_and_named(tmp_path: Path, monkeypatch: pytes
     fleet.stop()
     assert coordinator.returncode == -signal.SIGKILL
     assert said[-1].startswith(f"coordinator (pid {coordinator.pid}) did not end")
+
+
+def test_a_coordinator_that_does_not_come_up_is_reported_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It reads from a disk that does not answer."""
+    stuck = tmp_path / "access.json"
+    os.mkfifo(stuck)
+    deployment = Deployment("lab", "127.0.0.1:0", (), limits=Limits(backoff_s=0.1))
+    holder = _Supervisor(Settings(), deployment)
+    fleet = holder._fleet
+    try:
+        address = fleet.start()
+        before = fleet.coordinator
+        assert before is not None
+        before.kill()
+        before.wait()
+        with monkeypatch.context() as hung:
+            hung.setattr(fleet_controller, "START_S", 3.0)
+            hung.setenv("RLCTL_ACCESS_FILE", str(stuck))
+            said = ""
+            while "did not come up" not in said:
+                holder._look()
+                said += capsys.readouterr().err
+        assert said.index("Warning: ENGINE_FAILED: coordinator was ended by SIGKILL") < said.index(
+            "Warning: DEADLINE_EXCEEDED: coordinator did not come up in 3 s"
+        )
+        assert "again; the fleet goes on" not in said
+        mute = fleet.coordinator
+        assert mute is not None
+        assert mute is not before
+        said = ""
+        while "again; the fleet goes on" not in said:
+            holder._look()
+            said += capsys.readouterr().err
+        assert mute.returncode == -signal.SIGKILL
+        assert "Warning" not in said, "the kill is not a further failure"
+        assert fleet.address == address
+        with fleet.connect() as client:
+            assert client.status().header.fleet_epoch == 2
+    finally:
+        fleet.stop()
 
 
 def test_a_port_in_use_is_named(up: list[str]) -> None:

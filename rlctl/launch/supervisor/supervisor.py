@@ -267,30 +267,35 @@ class _Supervisor:
             )
 
     def _look_at_coordinator(self) -> None:
+        """Report an ended coordinator, and start it again after the back-off if wanted."""
         fleet = self._fleet
-        ended = fleet.coordinator is not None and fleet.coordinator.returncode is not None
-        if not ended:
+        if fleet.coordinator is None or fleet.coordinator.returncode is None:
             return
-        assert fleet.coordinator is not None
-        error = fleet.coordinator.failure()
         if "coordinator" not in self._told:
-            self._told["coordinator"] = error
-            self._say(f"Warning: {error}")
+            if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
+                self._coordinator_failures = 0  # served long enough: earlier failures do not count
+            self._coordinator_failed(fleet.coordinator.failure())
             if not self._wanted.restart:
                 self._say(
                     "  The stages serve until their lease runs out. Start it again: "
                     f"rlctl coordinator --listen {fleet.address} --journal {fleet.journal}"
                 )
-            if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
-                self._coordinator_failures = 0  # served long enough: earlier failures do not count
-            pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
-            self._coordinator_at = time.monotonic() + pause_s
-            self._coordinator_failures += 1
         if self._wanted.restart and time.monotonic() >= self._coordinator_at:
-            del self._told["coordinator"]
-            with contextlib.suppress(RlctlError):  # reported at the next step
+            try:
                 fleet.restart_coordinator()
+            except RlctlError as error:
+                self._coordinator_failed(error)
+            else:
+                del self._told["coordinator"]
+                self._coordinator_at = time.monotonic()
                 self._say(f"coordinator at {fleet.address} again; the fleet goes on")
+
+    def _coordinator_failed(self, error: RlctlError) -> None:
+        self._told["coordinator"] = error
+        self._say(f"Warning: {error}")
+        pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
+        self._coordinator_at = time.monotonic() + pause_s
+        self._coordinator_failures += 1
 
     def _tell_state(self, phase: str) -> None:
         fleet = self._fleet
