@@ -114,7 +114,7 @@ def building(place: Path) -> Iterator[Path]:
     path = place.parent / f".{place.name}{_BUILDING}{_host()}-{uuid.uuid4().hex[:16]}"
     path.mkdir()
     try:
-        with _holding(path):
+        with alone(path, Patience()):  # a sweep has the lock for a moment only
             yield path
     finally:
         discard(path)

@@ -458,6 +458,27 @@ def test_what_was_being_published_by_a_process_that_died_is_removed(world: World
         assert sorted(world.source.glob(".*")) == sorted([begun, held, elsewhere, stray, loop])
 
 
+def test_a_build_whose_lock_a_sweep_had_at_first_is_not_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = atomic_write._hold
+
+    def refused_once(fd: int) -> bool | None:
+        monkeypatch.undo()
+        sweeping = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        assert hold(sweeping)
+        acquired = hold(fd)
+        os.close(sweeping)
+        return acquired
+
+    monkeypatch.setattr(atomic_write, "_hold", refused_once)
+    with atomic_write.building(tmp_path / "00000001-v1") as build:
+        os.utime(build, (time.time() - 100,) * 2)
+        atomic_write.sweep(tmp_path)
+        assert build.exists()
+    assert not build.exists()
+
+
 def test_a_child_that_was_forked_meanwhile_keeps_no_lock(world: World) -> None:
     world.source.mkdir()
     world.local.parent.mkdir()
