@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 from urllib.parse import quote
 
 from rlctl.runtime.http_answers import Parser
+from rlctl.runtime.keepalive import keep_alive
 
 FLOW_BYTES = 64 << 10
 """Unread bytes of an answer beyond which no more are received."""
@@ -205,7 +206,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        connection = transport.get_extra_info("socket")
+        keep_alive(connection)  # the next piece of an answer has no time limit
+        self._poll.register(connection.fileno(), select.POLLIN)
         self._client.opened(self)
 
     def data_received(self, data: bytes) -> None:

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError, from_detail
+from rlctl.runtime.keepalive import keep_alive
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import KvHandover
 from rlctl.v1.verbs_pb2 import TensorSegment
@@ -34,9 +35,6 @@ ARRIVAL_S = 10.0
 
 _LARGEST = 64 << 20
 """Maximum bytes of an answer. It describes tensors, and holds none."""
-
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds and number of probes: the system reports a host that is gone after 25 s."""
 
 _WORD = 8
 
@@ -244,7 +242,7 @@ async def asking(host: str, port: int, number: int) -> AsyncIterator[KvHandover]
         raise failed(f"the prefill engine at {host}:{port} cannot be reached: {error}") from error
     try:
         try:
-            _notice_a_lost_host(writer.get_extra_info("socket"))
+            keep_alive(writer.get_extra_info("socket"))
             writer.write(number.to_bytes(_WORD, "little"))
             first = await reader.readexactly(1)
             async with asyncio.timeout(ARRIVAL_S):
@@ -270,13 +268,6 @@ async def _send(writer: asyncio.StreamWriter, handover: KvHandover) -> None:
     except TimeoutError:
         writer.transport.abort()  # a close would wait for the reader
         raise
-
-
-def _notice_a_lost_host(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _fingerprint(tokens: Sequence[int]) -> bytes:

@@ -43,6 +43,23 @@ async def test_requests_go_out_as_they_are_over_one_connection() -> None:
     assert {"Content-Length: 4", "X-Mine: m", "Accept-Encoding: identity", "Authorization: Bearer k"} < set(lines)
 
 
+async def test_a_silent_connection_is_probed() -> None:
+    """A network on the way, or a server's host, may forget the connection of a stream without a word."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: int) -> None:
+        writer.write(OK)
+
+    async with serving(serve) as (http, _):
+        assert await posted(http) == b"ok"
+        [client] = http._flows.values()
+        [connection] = client._open
+        assert connection._transport is not None
+        sock = connection._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [10, 5, 3]
+
+
 async def test_a_connection_that_the_server_closed_after_an_answer_gets_no_further_request() -> None:
     """uvicorn silently closes a connection after an answer with a failure."""
     connections: list[int] = []
