@@ -238,7 +238,7 @@ async def asking(host: str, port: int, number: int) -> AsyncIterator[KvHandover]
     try:
         async with asyncio.timeout(ARRIVAL_S):
             reader, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError) as error:
+    except (OSError, ValueError, TimeoutError) as error:  # ValueError: a name that cannot be encoded
         raise failed(f"the prefill engine at {host}:{port} cannot be reached: {error}") from error
     try:
         try:

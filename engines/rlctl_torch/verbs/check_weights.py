@@ -33,9 +33,8 @@ from rlctl.weights.shards.shard_map import Shard, ShardMap, model_digest
 from rlctl.weights.tensor.digest import RankDigest, rank_digest
 from rlctl.weights.tensor.tensors import TensorMeta, as_bytes, dtype_name
 from rlctl.weights.tensor.work import Stop
-from rlctl_torch.model.lora import LoraAdapter
 from rlctl_torch.model.shadow_copy import Shadow
-from rlctl_torch.rank import Rank, Weights
+from rlctl_torch.rank import OpenUpdate, Rank, Weights
 from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Council
 from rlctl_torch.steps.ordered_commands import Action
@@ -85,7 +84,8 @@ class Check(Action):
         if self._request.adapter:
             if self._action != CHECK_ACTION_CHECKSUM:
                 raise Reason.UNSUPPORTED.error("of an adapter, only checksums are taken", field="action")
-            self._adapter()
+            if self._staging() is None:
+                rank.adapters.find(self._request.adapter, "adapter")
         if self._action == CHECK_ACTION_RESET_TENSORS:
             rank.refuse_during_update()
             rank.refuse_active()
@@ -156,19 +156,22 @@ class Check(Action):
             raise Reason.UPDATE_NOT_FOUND.error(f"no staged update {self._update_id or '(none)'} is open at this rank")
         return update.shadow
 
-    def _adapter(self) -> LoraAdapter:
-        """Return the adapter of the request, staged or loaded. Raises ADAPTER_NOT_FOUND."""
-        update, name = self._rank.update, self._request.adapter
-        if update is not None and update.adapter is not None and update.adapter.info.name == name:
-            return update.adapter
-        return self._rank.adapters.find(name, "adapter")
+    def _staging(self) -> OpenUpdate | None:
+        """Return the open update if it is of the adapter. All ranks decide alike, also while they read the files."""
+        update = self._rank.update
+        adapter = None if update is None else update.stages_adapter
+        return update if adapter is not None and adapter.name == self._request.adapter else None
 
     def _digest_adapter(self) -> CheckReport:
-        shards, update = self._adapter().shards, self._rank.update
-        if update is not None and update.adapter is not None and update.adapter.shards is shards:
-            self._rank.ranks.agree(update.check_complete)
-        digesting = _Digesting(self._rank, self._request, self._action, self._rank.ranks, shards)
-        return digesting.run()
+        """Digest the adapter of the open update, or a loaded one. Raises WEIGHTS_INCOMPLETE, ADAPTER_NOT_FOUND."""
+        rank, update = self._rank, self._staging()
+        if update is None:
+            adapter = rank.adapters.find(self._request.adapter, "adapter")
+        else:
+            rank.ranks.agree(update.check_complete)
+            assert update.adapter is not None
+            adapter = update.adapter
+        return _Digesting(rank, self._request, self._action, rank.ranks, adapter.shards).run()
 
 
 class _Digesting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from rlctl.v1.verbs_pb2 import (
     UnloadAdapterRequest,
     UpdateWeightsFromDiskRequest,
 )
+from rlctl.weights.formats import lora
 from rlctl.weights.receiver import send
 from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.source import as_source
@@ -164,6 +166,32 @@ async def test_an_abort_leaves_the_previous_one(stage: Stage, math: Made, other:
     await stage(LoadAdapterRequest(name="math", path=other[0], version="two"), update="u2")
     await stage(AbortUpdateRequest(), update="u2")
     assert await names(stage) == [("math", "one")]
+    assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
+
+
+async def test_ranks_check_alike_while_one_of_them_opens_the_files(
+    stage: Stage, math: Made, other: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check is a read: anybody may send it at any time. Ranks that take different paths would wait for each other."""
+    await load_adapter(stage, "math", math[0])
+    await stage(opening("math", "two"), update="u2")
+    opens, may_open = lora.open_adapter, threading.Event()
+
+    def late(path: str, **options: Any) -> Any:
+        may_open.wait(30)
+        return opens(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "open_adapter", late)
+        loading = asyncio.create_task(stage(LoadAdapterRequest(name="math", path=other[0], version="two"), update="u2"))
+        await asyncio.sleep(0.5)  # the other rank has opened them
+        error = await all_refuse(stage, CheckWeightsRequest(adapter="math"))
+        assert error.reason is Reason.WEIGHTS_INCOMPLETE
+        may_open.set()
+        await loading
+    for report in await stage(CheckWeightsRequest(adapter="math")):
+        assert report.model_digest
+    await stage(AbortUpdateRequest(), update="u2")
     assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
 
 

@@ -234,6 +234,13 @@ async def test_an_answer_that_stops_in_the_middle_is_not_waited_for(
     await pair.idle()
 
 
+async def test_a_prefill_engine_at_an_impossible_name_is_not_waited_for(pair: Pair) -> None:
+    request = pair.request(prompt_of(9), bootstrap_host="a..b", bootstrap_port=1)
+    error = await refused(asyncio.wait_for(whole(pair.decode, request), 10))
+    assert error.reason is Reason.HANDOVER_FAILED
+    await pair.idle()
+
+
 async def test_a_decode_engine_that_reads_no_answer_frees_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is larger than the buffers of the connection."""
     monkeypatch.setattr(rlctl_torch.disaggregation.bootstrap, "ARRIVAL_S", 0.5)
