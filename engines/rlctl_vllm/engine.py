@@ -44,11 +44,11 @@ from rlctl_vllm.requests.probe import Prober, compute
 from rlctl_vllm.requests.requests import TokensInOut
 from rlctl_vllm.server import facts as facts_
 from rlctl_vllm.server import memory
-from rlctl_vllm.server.rank_order import OrderedControl
 from rlctl_vllm.server.server import Server
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.updates.adapters import Adapters
 from rlctl_vllm.updates.native_nccl import Native
+from rlctl_vllm.updates.rank_order import OrderedControl
 from rlctl_vllm.updates.worker_calls import Workers
 
 log = logging.getLogger(__name__)

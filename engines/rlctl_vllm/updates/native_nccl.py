@@ -35,7 +35,7 @@ from rlctl.weights.group.vllm_nccl import unique_id
 from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
-from rlctl_vllm.server.rank_order import in_order
+from rlctl_vllm.updates.rank_order import in_order
 
 ENGINE = "nccl"
 """The only transfer engine of vLLM that rlctl drives."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rlctl_servers.server.http import Answer
 from rlctl_vllm.server import memory
-from rlctl_vllm.server.rank_order import OrderedControl
 from rlctl_vllm.state import State
+from rlctl_vllm.updates.rank_order import OrderedControl
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
