@@ -47,6 +47,9 @@ MOST_WAIT_S = 600.0
 ANSWER_S = 3600.0
 """Longest time of an answer, in seconds."""
 
+OPEN_S = 60.0
+"""Longest silence of the engine at a route without the gate, in seconds."""
+
 _HEALTH = ("/health", "/health_generate", "/ready")
 """Answered by the gate: health checks for a proxy in front of the stages."""
 
@@ -187,7 +190,9 @@ class DataPort:
         with closing(Body(request, self._bodies)) as body:
             exchange = await self._engine().exchange(await self._read(request, body, gated=False))
             with closing(exchange):
-                return await _answer(request, await exchange.begin(), {}, exchange.read)
+                head = await _in_time(exchange.begin)
+                body.close()  # the engine has read the body
+                return await _answer(request, head, {}, functools.partial(_in_time, exchange.read))
 
     async def _gated(self, request: web.Request) -> web.StreamResponse:
         """Forward a request that the engine computes with its weights."""
@@ -264,6 +269,17 @@ async def _checked(ongoing: OngoingRequest, standing: Standing, read: Callable[[
     part = await ongoing.within(read)
     standing.check()
     return part
+
+
+async def _in_time(read: Callable[[], Awaitable[T]]) -> T:
+    """Return a part of an answer. Raises DEADLINE_EXCEEDED after OPEN_S."""
+    try:
+        async with asyncio.timeout(OPEN_S):
+            return await read()
+    except TimeoutError:
+        raise Reason.DEADLINE_EXCEEDED.error(
+            f"the engine has sent nothing for {OPEN_S:g} s", next_step="Send the request again."
+        ) from None
 
 
 async def _answer(

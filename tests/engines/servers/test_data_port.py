@@ -29,10 +29,11 @@ from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.scopes import Grant, Scope
-from rlctl.engine import HttpExchange, HttpRequest, HttpRoute
+from rlctl.engine import HttpExchange, HttpHead, HttpRequest, HttpRoute
 from rlctl.ports import SystemClock
 from rlctl.runtime.http_client import Response
 from rlctl.runtime.http_errors import REASON
+from rlctl.stage.data_port import server as server_
 from rlctl.stage.data_port.server import DataPort
 from rlctl.transport import access_file
 from rlctl.transport.access_file import Entry, TokenHash, hash_of
@@ -168,6 +169,48 @@ async def test_a_stream_without_a_piece_is_an_empty_answer(
     monkeypatch.setattr(Engine, "exchange", exchange)
     answer = await call(world.url + "/generate")
     assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, "text/event-stream", b"")
+
+
+class Silent(Pieces):
+    """An engine's answer without an end, before or after the head."""
+
+    def __init__(self, *, begins: bool) -> None:
+        super().__init__("text/plain", never())
+        self._begins = begins
+
+    async def begin(self) -> HttpHead:
+        if not self._begins:
+            await asyncio.sleep(60)
+        return await super().begin()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+async def test_a_request_without_the_gate_ends_when_the_engine_is_silent(
+    call: Any, monkeypatch: pytest.MonkeyPatch, *, begins: bool
+) -> None:
+    monkeypatch.setattr(server_, "OPEN_S", 0.5)
+    world = World()
+
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine, request
+        return Silent(begins=begins)
+
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    port = DataPort(lambda: world.engine, world.serving, SystemClock())
+    routes = [HttpRoute("POST", "/tokenize", gated=False)]
+    url = f"http://{await port.start('127.0.0.1:0', routes)}/tokenize"
+    try:
+        asking = asyncio.create_task(call(url, body={"text": "a" * 300_000}))
+        if begins:
+            await eventually(lambda: port._bodies.room.used)
+            await eventually(lambda: not port._bodies.room.used)
+            assert not asking.done(), "the engine has read the body"
+        answer = await asyncio.wait_for(asking, 5)
+        assert (answer.status, answer.headers.get(REASON)) == (504, "DEADLINE_EXCEEDED")
+        assert json.loads(answer.body)["error"]["next_step"] == "Send the request again."
+        assert port._bodies.room.used == 0
+    finally:
+        await port.stop()
 
 
 async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
