@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -208,6 +209,8 @@ def _list_of(words: str, below: Sequence[Entry]) -> str:
     return ", ".join(entry.words.removeprefix(words).strip() for entry in below)
 
 
+AGAIN_S = 0.05
+"""Seconds until a signal is sent again: the destructor or the callback has then ended."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
@@ -315,6 +318,19 @@ def main() -> None:
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
+    unraisable_hook = sys.unraisablehook
+
+    def send_again(unraisable: sys.UnraisableHookArgs) -> None:
+        """Send the signal again whose interrupt Python has dropped, in a destructor or a callback."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            unraisable_hook(unraisable)
+            return
+        number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
+        timer = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = send_again
     for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is default:
             signal.signal(number, end)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from rlctl.cli.app.connection import interruptible
 from rlctl.contract.errors import DeadlineExceeded, Reason, RlctlError
-from rlctl.runtime import event_loops
+from rlctl.runtime import event_loops, terminal
 from rlctl.runtime.event_loops import LoopThread
 from rlctl.runtime.terminal import time_limit
 from rlctl.sdk.blocking import _Items
@@ -84,6 +86,34 @@ def test_a_time_limit_ends_what_blocks_and_leaves_the_timer_as_it_was() -> None:
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(remaining, abs=5)
     with time_limit(None, "nothing"):
         assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_time_limit_that_is_caught_inside_is_raised_again() -> None:
+    """A call to the coordinator that fails is tried again, and the limit may have been its error."""
+
+    def wait_twice() -> None:
+        with contextlib.suppress(RlctlError):
+            threading.Event().wait(10)
+        threading.Event().wait(10)
+
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"waiting took longer than 0.05 s"), time_limit(0.05, "waiting"):
+        wait_twice()
+    assert time.monotonic() - began < 9
+
+
+def test_a_time_limit_does_not_interrupt_what_ends_after_it() -> None:
+    ended = []
+
+    def wait() -> None:
+        try:
+            threading.Event().wait(10)
+        finally:
+            ended.append(threading.Event().wait(3 * terminal.AGAIN_S))
+
+    with pytest.raises(DeadlineExceeded), time_limit(0.05, "waiting"):
+        wait()
+    assert ended == [False]
 
 
 def test_what_is_interrupted_has_ended_when_the_interrupt_is_raised(loop: LoopThread) -> None:

@@ -550,6 +550,48 @@ def test_processes_of_a_supervisor_that_dies_during_the_start_are_known(up: list
     assert fleet_state.read("default") == state
 
 
+LOST = """
+import os
+from rlctl.cli.commands import up
+from rlctl.cli.main import main
+from rlctl.launch.fleet_controller import LaunchedFleet
+
+class Lost:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+        for _ in range(1000):
+            pass
+
+signals = [Lost]
+
+def lose(*_, **__):
+    if signals:
+        signals.pop()()
+
+{function} = lose
+main()
+"""
+"""The command, to which a signal comes while Python runs a destructor: what the handler raises there is dropped."""
+
+
+@pytest.mark.parametrize("function", ["up.refuse_used", "LaunchedFleet._tell_policies"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_destructor_is_not_lost(up: list[str], function: str, number: int, code: int) -> None:
+    """In the first one the fleet has yet to start, in the second it starts."""
+    weights = Path(up[2]) / "weights.txt"
+    weights.unlink()
+    os.mkfifo(weights)
+    command = [sys.executable, "-c", LOST.format(number=int(number), function=function), *up]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ended, _, err = finish(process)
+    finally:
+        process.kill()
+    assert ended == code, err
+    assert "Fleet default is down." in err
+    assert fleet_state.read("default") is None
+
+
 def test_who_stops_waiting_for_a_change_is_told_that_it_goes_on(up: list[str], tmp_path: Path) -> None:
     model = "{{name: {}, engine: fake, model_path: {}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}"
     slow = tmp_path / "slow"

@@ -18,6 +18,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.local.log_files import keep_short, last_line, last_lines, log_end
 from rlctl.runtime import private_files
+from rlctl.runtime.event_loops import WAKE_S
 from rlctl.runtime.server_process import ANNOUNCEMENT, STOP_S
 
 READ_S = 1.0
@@ -93,7 +94,10 @@ class Process:
         Raises ENGINE_FAILED after the process's end, DEADLINE_EXCEEDED after the time.
         """
         deadline = time.monotonic() + timeout_s
-        late = not self._announced.wait(timeout_s)
+        while not self._announced.wait(max(0.0, min(WAKE_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                break
+        late = not self._announced.is_set()
         if not late and not self.facts:
             try:
                 self._popen.wait(max(0.0, deadline - time.monotonic()))

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -68,9 +68,9 @@ def supervise(
                 stack.enter_context(claimed(wanted.name))
             else:
                 os.set_inheritable(lock, False)
-            stack.enter_context(_stop_signals())
+            signals = stack.enter_context(_stop_signals())
             stack.callback(_remove_state, wanted.name)
-            _Supervisor(settings, wanted, new=new).hold(on_ready)
+            _Supervisor(settings, wanted, new=new, signals=signals).hold(on_ready)
     except Stopped as stopped:
         settings.say(f"Fleet {wanted.name} is down.")
         sys.exit(128 + stopped.number)
@@ -106,10 +106,14 @@ def taken(name: str) -> RlctlError:
 
 
 class _Supervisor:
-    def __init__(self, settings: Settings, wanted: Deployment, *, new: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, wanted: Deployment, *, new: bool = False, signals: Sequence[int] = ()
+    ) -> None:
+        """``signals``: received signals that request the end."""
         from rlctl.launch.fleet_controller import LaunchedFleet
 
         self._settings = settings
+        self._signals = signals
         self._wanted = wanted
         self._asking: list[Request] = []
         directory = fleet_state.state_directory(wanted.name)
@@ -147,6 +151,7 @@ class _Supervisor:
         try:
             with time_limit(self._settings.timeout_s, "starting the fleet"):
                 for _ in fleet.starting():
+                    self._refuse_stopped()
                     self._tell_state(fleet_state.STARTING)
                     time.sleep(POLL_S)
             with listening(fleet.directory) as requests:
@@ -157,6 +162,7 @@ class _Supervisor:
                     discard_unwritten(sys.stdout)
                     self._say(f"Ready. Warning: the fleet's state could not be written: {error.strerror}")
                 while True:
+                    self._refuse_stopped()
                     self._look()
                     request = requests.wait(LOOK_S)
                     if request is not None:
@@ -166,6 +172,11 @@ class _Supervisor:
             raise
         finally:
             fleet.stop()
+
+    def _refuse_stopped(self) -> None:
+        """Raise Stopped after a signal. The first Stopped may be lost: Python drops it in destructors and callbacks."""
+        if self._signals:
+            raise Stopped(self._signals[0])
 
     def _apply(self, request: Request, requests: Requests) -> None:
         """Bring the fleet to the requested deployment, or to that of a later request that arrives meanwhile.
@@ -177,6 +188,7 @@ class _Supervisor:
         self._asking = [request]
         try:
             for _ in self._fleet.settling():
+                self._refuse_stopped()
                 self._tell_state(fleet_state.READY)
                 previous, next_request = self._wanted, requests.wait(POLL_S)
                 if next_request is not None and self._take(next_request):
@@ -341,8 +353,12 @@ class _Supervisor:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; at the second exit at once, and the processes end too."""
+def _stop_signals() -> Iterator[Sequence[int]]:
+    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; at the second exit at once, and the processes end too.
+
+    Yields the received signals.
+    """
+    received: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
         del frame
@@ -352,6 +368,7 @@ def _stop_signals() -> Iterator[None]:
         del frame
         for each in before:
             signal.signal(each, leave)
+        received.append(number)
         raise Stopped(number)
 
     before = {}
@@ -359,7 +376,7 @@ def _stop_signals() -> Iterator[None]:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup sets this
             before[number] = signal.signal(number, stop)
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -85,6 +85,26 @@ def test_a_process_that_no_kill_ends_is_waited_for_with_a_limit(
     assert unended([process]) is None
 
 
+def test_a_signal_from_just_before_the_wait_for_an_announcement_is_handled_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python handles such a signal at the end of the wait: a wait in pieces ends soon."""
+    (tmp_path / "mute.py").write_text("import sys; sys.stdin.read()")
+    process = Process("a", [], tmp_path / "log", {"PYTHONPATH": str(tmp_path)}, module="mute")
+    pieces: list[float | None] = []
+    wait = process._announced.wait
+    monkeypatch.setattr(child_processes, "WAKE_S", 0.1)
+    monkeypatch.setattr(process._announced, "wait", lambda timeout: pieces.append(timeout) or wait(timeout))
+    try:
+        with pytest.raises(DeadlineExceeded, match="a did not come up in 1 s"):
+            process.announced(1)
+        assert len(pieces) > 5
+        assert all(piece is not None and piece <= 0.1 for piece in pieces)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_process_that_closes_its_output_and_does_not_end_is_waited_for_with_a_limit(tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text("import os, sys; os.close(1); sys.stdin.read()")
     process = Process("a", [], tmp_path / "log", {"PYTHONPATH": str(tmp_path)}, module="mute")
