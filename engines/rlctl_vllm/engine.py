@@ -238,15 +238,15 @@ class VLLMEngine(ServerEngine):
         if mode == PAUSE_MODE_DRAIN:
             self._state.refuse_drain(active=await self._active(call), whole=self._updates.whole)
         call.accept()
-        if mode == PAUSE_MODE_DRAIN:
-            await self._drain(call)
-        else:
-            try:
+        try:
+            if mode == PAUSE_MODE_DRAIN:
+                await self._drain(call)
+            else:
                 await memory.pause(self._control, mode, call, was_stopped=self._state.stopped)
-            except RlctlError as error:
-                if error.outcome == OUTCOME_UNKNOWN:
-                    self._state.paused = mode
-                raise
+        except RlctlError as error:
+            if error.outcome == OUTCOME_UNKNOWN:
+                self._state.paused = mode
+            raise
         if mode == PAUSE_MODE_RETRACT:
             self._stamps.flushed()
         self._state.paused = mode

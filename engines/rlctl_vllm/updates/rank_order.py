@@ -39,9 +39,16 @@ class OrderedControl(Control):
             return await super().must(path, body, call=call, **options)
         except RlctlError as error:
             arrived = error.outcome != OUTCOME_UNKNOWN and error.reason is not Reason.UNREACHABLE
-            if self.ranks > 1 and arrived and not await in_order(self, self.ranks, call):
+            if self.ranks > 1 and arrived and not await self._in_order(call):
                 raise out_of_step(self, error.message) from error
             raise
+
+    async def _in_order(self, call: Call) -> bool:
+        """Return False also if the ranks cannot be asked: this error must not replace that of the command."""
+        try:
+            return await in_order(self, self.ranks, call)
+        except RlctlError:
+            return False
 
 
 async def in_order(control: Control, ranks: int, call: Call) -> bool:

@@ -81,6 +81,21 @@ async def test_a_server_whose_ranks_answer_earlier_calls_is_lost(ranks: set[int]
     assert "fails" in failed.value.message
 
 
+async def test_ranks_that_cannot_be_asked_hide_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UNREACHABLE would say that the failed command was not sent."""
+    server = VLLM(load={1})
+    control, lost = control_of(server)
+
+    async def unreachable(*_: object, **__: object) -> None:
+        raise Reason.UNREACHABLE.error("no file descriptor")
+
+    monkeypatch.setattr("rlctl_vllm.updates.rank_order.in_order", unreachable)
+    with pytest.raises(RlctlError) as failed:
+        await control.must("/load", {}, call=soon())
+    assert (failed.value.reason, failed.value.outcome) == (Reason.ENGINE_FAILED, OUTCOME_UNKNOWN)
+    assert len(lost) == 1
+
+
 @pytest.mark.parametrize(
     ("was_stopped", "restored", "outcome"), [(False, "/resume", OUTCOME_REJECTED), (True, FREEZE, OUTCOME_UNKNOWN)]
 )
