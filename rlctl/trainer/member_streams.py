@@ -117,6 +117,11 @@ class Members:
             self.end(JoinResponse(ended=operation) if served else failed)
             raise
 
+    def fail(self, version: str, error: ErrorDetail) -> None:
+        """Send the members an update that failed at the lead before they could join."""
+        self._version, self._present = version, {}
+        self.end(JoinResponse(failed=error))
+
     def tell(self, message: JoinResponse) -> None:
         """Send a message to every member that has joined. A lost member shows when answers are collected."""
         for rank in self._present:

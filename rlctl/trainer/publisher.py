@@ -410,8 +410,9 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         except BaseException as error:
             self._unjoined.append((version, detail(error)))
             raise
-        while self._lead is not None and self._unjoined:
-            self._lead.fail(*self._unjoined.popleft())
+        other_ranks = self._lead or self._members
+        while other_ranks is not None and self._unjoined:
+            other_ranks.fail(*self._unjoined.popleft())
 
     async def _met(self) -> None:
         if self._invitation is None:  # a further exchange would take the trainer's own collectives

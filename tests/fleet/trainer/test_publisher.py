@@ -480,6 +480,27 @@ async def test_a_rank_that_could_not_join_the_lead_joins_for_the_next_update_wit
     assert shared == ["the trainer's own"] * 2
 
 
+async def test_a_label_is_repeated_after_both_ranks_failed_to_meet(
+    two_ranks: Callable[[str], list[AsyncPending]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_share = threading.Event()
+
+    def late(group: Group, text: str) -> str:
+        may_share.wait(20)
+        return group.share(text)
+
+    monkeypatch.setattr("rlctl.trainer.publisher.share", late)
+    for pending in two_ranks("first"):
+        await asyncio.sleep(0.1)
+        pending.cancel()
+        with pytest.raises(RlctlError):
+            await pending.wait()
+    may_share.set()
+    async with asyncio.timeout(20):
+        for pending in two_ranks("first"):
+            assert (await pending.wait()).version.label == "first"
+
+
 async def test_an_older_coordinator_is_told_of_before_anything_is_sent(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
