@@ -42,6 +42,11 @@ reason is in the coordinator's journal.
 """
 
 
+def backoff_of(first_s: float, failures: int) -> float:
+    """Return the pause before the next start, in seconds, after ``failures`` failures in a row before this one."""
+    return min(first_s * 2 ** min(failures, 63), BACKOFF_AT_MOST_S)  # a float has no room for 2**1024
+
+
 class Phase(enum.Enum):
     """Phase in the life of an engine."""
 
@@ -369,7 +374,7 @@ class EngineRun:
 
     def _fail(self, error: RlctlError) -> None:
         self.error = error
-        pause_s = min(self.limits.backoff_s * 2**self.failures, BACKOFF_AT_MOST_S)
+        pause_s = backoff_of(self.limits.backoff_s, self.failures)
         now = Timestamp()
         now.GetCurrentTime()
         if not self.failures:

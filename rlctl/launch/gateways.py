@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.launch.engine_lifecycle import BACKOFF_AT_MOST_S, REMIND_S, START_S
+from rlctl.launch.engine_lifecycle import REMIND_S, START_S, backoff_of
 from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.interface.spec import GatewaySpec
 from rlctl.launch.local.child_processes import stop_all
@@ -156,7 +156,7 @@ class Gateways:
 
     def _failed(self, gateway: _Gateway, error: RlctlError) -> None:
         self.errors[gateway.spec.model] = error
-        gateway.again_at = time.monotonic() + min(self.backoff_s * 2**gateway.failures, BACKOFF_AT_MOST_S)
+        gateway.again_at = time.monotonic() + backoff_of(self.backoff_s, gateway.failures)
         gateway.failures += 1
 
     def _reap(self) -> None:

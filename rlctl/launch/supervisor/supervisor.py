@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.deployment import Deployment
-from rlctl.launch.engine_lifecycle import BACKOFF_AT_MOST_S
+from rlctl.launch.engine_lifecycle import BACKOFF_AT_MOST_S, backoff_of
 from rlctl.launch.supervisor import fleet_state
 from rlctl.launch.supervisor.control_socket import Request, Requests, listening
 from rlctl.launch.supervisor.fleet_state import FleetState
@@ -305,8 +305,7 @@ class _Supervisor:
     def _coordinator_failed(self, error: RlctlError) -> None:
         self._told["coordinator"] = error
         self._say(f"Warning: {error}")
-        pause_s = min(self._wanted.limits.backoff_s * 2**self._coordinator_failures, BACKOFF_AT_MOST_S)
-        self._coordinator_at = time.monotonic() + pause_s
+        self._coordinator_at = time.monotonic() + backoff_of(self._wanted.limits.backoff_s, self._coordinator_failures)
         self._coordinator_failures += 1
 
     def _tell_state(self, phase: str) -> None:

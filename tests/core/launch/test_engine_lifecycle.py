@@ -10,7 +10,7 @@ from children import Child, Children
 
 from rlctl.contract.errors import Reason
 from rlctl.launch import engine_lifecycle
-from rlctl.launch.engine_lifecycle import REPLACED, EngineRun, Limits, Phase
+from rlctl.launch.engine_lifecycle import REPLACED, EngineRun, Limits, Phase, backoff_of
 from rlctl.launch.interface.spec import EngineSpec
 from rlctl.launch.local.child_processes import last_line, log_end
 from rlctl.launch.local.gpus import gpu_count
@@ -301,6 +301,10 @@ def test_an_engine_that_is_gone_while_its_process_lives_is_started_again_unless_
 def test_who_knows_why_an_engine_does_not_load_gives_up_first() -> None:
     """The engine's own limit (start_s of a server, 900 s) and the stage server's must be over before the launcher's."""
     assert Limits().load_s > server.START_S > 900
+
+
+def test_a_failure_of_weeks_has_the_longest_pause() -> None:
+    assert [backoff_of(0.5, failures) for failures in (0, 3, 1000, 100_000)] == [0.5, 4.0, 60.0, 60.0]
 
 
 def test_an_engine_that_ends_is_tried_again_with_longer_and_longer_pauses(clock: Callable[[float], None]) -> None:
