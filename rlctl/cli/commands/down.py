@@ -19,6 +19,8 @@ from rlctl.launch.supervisor import fleet_state
 from rlctl.launch.supervisor.fleet_state import FleetState
 
 STOP_S = 60.0
+ENDS_S = 5.0
+"""Seconds that the processes of a supervisor may outlive it."""
 LOOK_S = 0.05
 
 
@@ -63,6 +65,9 @@ def down(settings: Settings, name: str | None) -> None:
     while running.alive:
         if time.monotonic() > deadline:
             raise Reason.DEADLINE_EXCEEDED.error(f"supervisor {running.pid} did not end in {limit_s:g} s")
+        time.sleep(LOOK_S)
+    deadline = min(deadline, time.monotonic() + ENDS_S)
+    while running.survivors and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     show(settings, _view(running))
     if running.survivors:
