@@ -44,7 +44,7 @@ reason is in the coordinator's journal.
 
 def backoff_of(first_s: float, failures: int) -> float:
     """Return the pause before the next start, in seconds, after ``failures`` failures in a row before this one."""
-    return min(first_s * 2 ** min(failures, 63), BACKOFF_AT_MOST_S)  # a float has no room for 2**1024
+    return min(first_s * float(2 ** min(failures, 63)), BACKOFF_AT_MOST_S)  # a float has no room for 2**1024
 
 
 class Phase(enum.Enum):
