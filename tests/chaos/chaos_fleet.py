@@ -64,8 +64,7 @@ class ChaosFleet(LaunchedFleet):
     def revive(self, name: str) -> None:
         """Start again what was killed, as it was launched; an engine with all its ranks."""
         if name == "coordinator":
-            self.process(name).wait()
-            self._start_coordinator(self.address)
+            self.restart_coordinator()
         else:
             self.restart(name.partition(".")[0])
 

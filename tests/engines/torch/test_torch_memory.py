@@ -61,8 +61,9 @@ async def as_before(wide: Stage) -> AsyncIterator[None]:
 
 
 async def resident(stage: Stage) -> list[int]:
-    """Bytes of resident memory of each rank's process."""
-    return [psutil.Process(info.pid).memory_info().rss for info in await stage(GetServerInfoRequest())]
+    """Bytes of resident memory of each rank's process, without files: a forked process maps libraries at their use."""
+    memory = [psutil.Process(info.pid).memory_info() for info in await stage(GetServerInfoRequest())]
+    return [each.rss - each.shared for each in memory]
 
 
 async def refusal(stage: Stage, request) -> RlctlError:
