@@ -47,8 +47,8 @@ from rlctl_vllm.server import memory
 from rlctl_vllm.server.server import Server
 from rlctl_vllm.state import MODES, State
 from rlctl_vllm.updates.adapters import Adapters
+from rlctl_vllm.updates.in_step import InStepControl
 from rlctl_vllm.updates.native_nccl import Native
-from rlctl_vllm.updates.rank_order import OrderedControl
 from rlctl_vllm.updates.worker_calls import Workers
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class VLLMEngine(ServerEngine):
     _facts: facts_.Facts
     _adapters: Adapters
     _state: State
-    _control: OrderedControl
+    _control: InStepControl
     _ranks: Workers | Native | None
     _limits: Limits
 
@@ -76,7 +76,7 @@ class VLLMEngine(ServerEngine):
         self._options = parse_options(config.options)
         super().__init__(config, on_failure, PRODUCT, self._options.allowed_roots)
         self._server = Server(self._config, self._options, self._failed)
-        self._control = OrderedControl(self._server.http, self._wedged)
+        self._control = InStepControl(self._server.http, self._wedged)
         self._state = State()
         self._met, self._on_disk = Met(), ""
 
@@ -189,7 +189,7 @@ class VLLMEngine(ServerEngine):
     async def _launch_again(self) -> None:
         await self._server.stop()
         self._server = Server(self._config, self._options, self._failed)
-        self._control = OrderedControl(self._server.http, self._wedged)
+        self._control = InStepControl(self._server.http, self._wedged)
         self._state = State()
         await self._launch()
 
@@ -295,6 +295,7 @@ class VLLMEngine(ServerEngine):
             raise Reason.DEADLINE_EXCEEDED.error(f"the requests did not end in time; {state}") from None
         if not answer.ok:
             error = Reason.ENGINE_FAILED.error(f"vLLM: {answer.message}")
+            await self._control.give_up_out_of_step(error, call)
             await memory.restore(self._control, error, call, was_stopped=self._state.stopped)
             raise error
 

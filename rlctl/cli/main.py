@@ -321,7 +321,7 @@ def main() -> None:
     unraisable_hook = sys.unraisablehook
 
     def send_again(unraisable: sys.UnraisableHookArgs) -> None:
-        """Send the signal again whose interrupt Python has dropped, in a destructor or a callback."""
+        """Send a signal again after Python has dropped its interrupt, in a destructor or a callback."""
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             unraisable_hook(unraisable)
             return

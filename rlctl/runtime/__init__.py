@@ -5,7 +5,7 @@ Decides how a server process announces itself and ends (``server_process.py``), 
 For HTTP, the package decides the time and the size that a request may take (``http_limits.py``, ``http_bodies.py``),
 how an answer carries a typed error (``http_errors.py``), and which headers a forwarded request keeps
 (``http_forwarding.py``). ``http_client.py`` sends such requests, and ``http_answers.py`` parses the answers.
-``keepalive.py`` breaks connections whose peer is gone. ``shielding.py`` lets accepted work continue after its caller
+``keepalive.py`` breaks connections to a lost peer. ``shielding.py`` lets accepted work continue after its caller
 disconnects. ``progress_line.py`` shows a program's waits at a terminal. ``zmq_reply.py`` is the replying end of a
 ZeroMQ connection.
 

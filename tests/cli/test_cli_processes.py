@@ -571,7 +571,7 @@ def lose(*_, **__):
 {function} = lose
 main()
 """
-"""The command, to which a signal comes while Python runs a destructor: what the handler raises there is dropped."""
+"""The command gets a signal while Python runs a destructor. Python drops the exception of the handler there."""
 
 
 @pytest.mark.parametrize("function", ["up.refuse_used", "LaunchedFleet._tell_policies"])

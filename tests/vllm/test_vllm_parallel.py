@@ -94,12 +94,13 @@ def test_stale_decode_shows_in_the_decode_check_only(fleet: Fleet, tiny: tuple[A
     stale_decode.shows_in_the_decode_check_only(fleet, "pair", tiny[0], lost)
 
 
-def test_a_pause_that_fails_leaves_vllm_generating(fleet: Fleet, lost: Path) -> None:
+@pytest.mark.parametrize("mode", ["retract", "drain"])
+def test_a_pause_that_fails_leaves_vllm_generating(fleet: Fleet, lost: Path, mode: str) -> None:
     """vLLM pauses its scheduler before the step that fails, and does not continue by itself."""
     lost.write_text("pause@1")
     try:
         with pytest.raises(OperationFailed) as failed:
-            fleet.pause_generation("retract", slots=["pair"])
+            fleet.pause_generation(mode, slots=["pair"])
     finally:
         lost.unlink()
     (stage,) = failed.value.operation.stage_results

@@ -67,7 +67,7 @@ class _Exchange(HttpExchange):
 
     async def begin(self) -> HttpHead:
         """See :meth:`rlctl.engine.HttpExchange.begin`. An answer with a length, or with names, is read whole."""
-        request, self._request = self._request, None  # the caller's body is not kept beside the one that is sent
+        request, self._request = self._request, None  # frees the caller's body: the server gets another one
         assert request is not None
         labels = self._prepare(request) if request.gated else self._open_labels()
         sending = self._sent(request)

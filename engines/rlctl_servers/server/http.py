@@ -144,7 +144,7 @@ class Http:
             raise self.broken(error) from error
 
     def broken(self, error: Exception) -> RlctlError:
-        """Return the error of a forwarded request whose answer breaks off."""
+        """Return the error of a forwarded request after its answer broke off."""
         return self._lost(error, next_step="Send the request again.")
 
     async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:

@@ -105,7 +105,7 @@ class Adapters(adapters.Adapters):
         """Refuse nothing: vLLM takes all of the layers, and scales as PEFT does."""
 
     def _copy(self, fitting: Fitting) -> Path:
-        """Return a copy of the files that equals the checked files. The config is the one that PEFT writes.
+        """Return a copy of the checked tensors, with the checked config as PEFT writes it.
 
         Raises CHECKPOINT_NOT_FOUND, DISK_FULL, TOO_MANY_FILES.
         """

@@ -35,7 +35,7 @@ from rlctl.weights.group.vllm_nccl import unique_id
 from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.buckets import Bucket
 from rlctl.weights.tensor.tensors import TensorMeta, castable, dtype_name
-from rlctl_vllm.updates.rank_order import in_order
+from rlctl_vllm.updates.in_step import in_step
 
 ENGINE = "nccl"
 """The only transfer engine of vLLM that rlctl drives."""
@@ -75,7 +75,7 @@ async def obstacle(
         return "and of several data-parallel engines only the first would answer"
     if ranks > 1 and label == WRITING:
         return "and an update was left open in it: start it again"
-    if not await in_order(control, ranks, call):
+    if not await in_step(control, ranks, call):
         return "and answers of its ranks belong to earlier calls, since one has failed: start it again"
     return ""
 
@@ -269,7 +269,7 @@ class Native:
         if missing:
             raise not_written(missing)
         await self._close(call)
-        if not await in_order(self._control, self._ranks, call):
+        if not await in_step(self._control, self._ranks, call):
             raise out_of_step(self._control)
 
     async def _tell(self, method: str, call: Call, **arguments: Any) -> None:
@@ -278,7 +278,7 @@ class Native:
         if answer.ok and len(answer.body["results"]) == self._ranks:
             return
         cause = f"vLLM, {method}: {answer.message}"
-        if not await in_order(self._control, self._ranks, call):
+        if not await in_step(self._control, self._ranks, call):
             raise out_of_step(self._control, cause)
         raise Reason.ENGINE_FAILED.error(cause)
 

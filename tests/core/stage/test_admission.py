@@ -7,9 +7,9 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import MappingProxyType
 
 import pytest
+from serving_states import READY
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
@@ -17,25 +17,11 @@ from rlctl.stage.data_port.admission import Admission
 from rlctl.stage.serving_state import Serving
 from rlctl.v1 import common_pb2
 
-PAUSED = Serving(
-    slot="a",
-    model="actor",
-    incarnation=1,
-    state=common_pb2.STAGE_STATE_PAUSED,
-    version=common_pb2.WeightVersion(sequence=1),
-    vouched=True,
-    lease_until=1e9,
-    obstacle=None,
-    adapters=MappingProxyType({"math": "1"}),
-    held=frozenset({"math"}),
-    awaited=frozenset(),
-    spoiling="",
-)
-READY = PAUSED._replace(state=common_pb2.STAGE_STATE_READY)
+PAUSED = READY._replace(state=common_pb2.STAGE_STATE_PAUSED)
 
 
 class Host:
-    """A stage whose state is set by the test."""
+    """A stage with a state set by the test."""
 
     def __init__(self) -> None:
         self.serving = PAUSED

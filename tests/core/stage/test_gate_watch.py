@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 from types import MappingProxyType
 
 import pytest
+from serving_states import READY
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.ports import SystemClock
@@ -16,20 +17,6 @@ from rlctl.stage.generation.gate_watch import Ongoing
 from rlctl.stage.serving_state import Serving
 from rlctl.v1 import common_pb2
 
-READY = Serving(
-    slot="a",
-    model="actor",
-    incarnation=1,
-    state=common_pb2.STAGE_STATE_READY,
-    version=common_pb2.WeightVersion(sequence=1),
-    vouched=True,
-    lease_until=float("inf"),
-    obstacle=None,
-    adapters=MappingProxyType({"math": "1"}),
-    held=frozenset({"math"}),
-    awaited=frozenset(),
-    spoiling="",
-)
 SOON_S = 0.01
 
 

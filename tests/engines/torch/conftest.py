@@ -20,7 +20,7 @@ transformers_logging.disable_progress_bar()
 Checkpoints = Callable[..., str]
 
 ON_TWO_RANKS = {"test_torch_adapter_pauses", "test_torch_adapters", "test_torch_checker", "test_torch_disk"}
-"""Modules whose tests run on one rank only with ``--long``. Their results do not depend on the number of ranks."""
+"""These modules test a single rank with ``--long`` only. Their results do not depend on the number of ranks."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected

@@ -1,4 +1,4 @@
-"""Commands to vLLM that fail at a rank, or half-way: what is believed afterwards, and what vLLM is left with."""
+"""Commands to vLLM that fail at a rank: their outcome, and the state of vLLM afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rlctl_servers.server.http import Answer
 from rlctl_vllm.server import memory
 from rlctl_vllm.state import State
-from rlctl_vllm.updates.rank_order import OrderedControl
+from rlctl_vllm.updates.in_step import InStepControl
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
@@ -59,9 +59,9 @@ class VLLM:
         return self.words[rank] if body.get("method") == "__getattribute__" else None
 
 
-def control_of(server: VLLM) -> tuple[OrderedControl, list[RlctlError]]:
+def control_of(server: VLLM) -> tuple[InStepControl, list[RlctlError]]:
     lost: list[RlctlError] = []
-    control = OrderedControl(server, lost.append)  # type: ignore[arg-type]
+    control = InStepControl(server, lost.append)  # type: ignore[arg-type]
     control.ranks = 2
     return control, lost
 
@@ -71,7 +71,7 @@ def soon() -> Call:
 
 
 @pytest.mark.parametrize(("ranks", "is_lost"), [({0}, True), ({0, 1}, True), ({1}, False)])
-async def test_a_server_whose_ranks_answer_earlier_calls_is_lost(ranks: set[int], is_lost: bool) -> None:
+async def test_a_server_with_ranks_out_of_step_is_lost(ranks: set[int], is_lost: bool) -> None:
     server = VLLM(load=ranks)
     control, lost = control_of(server)
     with pytest.raises(RlctlError) as failed:
@@ -89,7 +89,7 @@ async def test_ranks_that_cannot_be_asked_hide_no_failure(monkeypatch: pytest.Mo
     async def unreachable(*_: object, **__: object) -> None:
         raise Reason.UNREACHABLE.error("no file descriptor")
 
-    monkeypatch.setattr("rlctl_vllm.updates.rank_order.in_order", unreachable)
+    monkeypatch.setattr("rlctl_vllm.updates.in_step.in_step", unreachable)
     with pytest.raises(RlctlError) as failed:
         await control.must("/load", {}, call=soon())
     assert (failed.value.reason, failed.value.outcome) == (Reason.ENGINE_FAILED, OUTCOME_UNKNOWN)

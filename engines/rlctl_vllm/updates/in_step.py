@@ -1,4 +1,4 @@
-"""Commands to vLLM, with a check after a refusal that its ranks still answer in order.
+"""Commands to vLLM, with a check after a refusal that its ranks are in step: each answers its latest call.
 
 If a call of vLLM's own fails at a rank, vLLM raises at once and leaves the answers of later ranks unread. From then on
 vLLM takes each unread answer for the answer to the next call, and may report a failed load as done (``collective_rpc``
@@ -21,7 +21,7 @@ from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 _WORD = "_rlctl_word"
 
 
-class OrderedControl(Control):
+class InStepControl(Control):
     """Sends questions and commands to a vLLM server.
 
     Attributes:
@@ -31,27 +31,31 @@ class OrderedControl(Control):
     ranks = 1
 
     async def must(self, path: str, body: dict[str, Any], *, call: Call, **options: Any) -> Answer:
-        """Do as :meth:`Control.must`. A server whose ranks are out of order after a refusal counts as lost.
-
-        Raises ENGINE_FAILED (UNKNOWN) for such a server.
-        """
+        """Do as :meth:`Control.must`, and as :meth:`give_up_out_of_step` after a refusal."""
         try:
             return await super().must(path, body, call=call, **options)
         except RlctlError as error:
-            arrived = error.outcome != OUTCOME_UNKNOWN and error.reason is not Reason.UNREACHABLE
-            if self.ranks > 1 and arrived and not await self._in_order(call):
-                raise out_of_step(self, error.message) from error
+            await self.give_up_out_of_step(error, call)
             raise
 
-    async def _in_order(self, call: Call) -> bool:
+    async def give_up_out_of_step(self, error: RlctlError, call: Call) -> None:
+        """Ask the ranks after the error of a command. A server with ranks out of step counts as lost.
+
+        Raises ENGINE_FAILED (UNKNOWN) for such a server.
+        """
+        arrived = error.outcome != OUTCOME_UNKNOWN and error.reason is not Reason.UNREACHABLE
+        if self.ranks > 1 and arrived and not await self._in_step(call):
+            raise out_of_step(self, error.message) from error
+
+    async def _in_step(self, call: Call) -> bool:
         """Return False also if the ranks cannot be asked: this error must not replace that of the command."""
         try:
-            return await in_order(self, self.ranks, call)
+            return await in_step(self, self.ranks, call)
         except RlctlError:
             return False
 
 
-async def in_order(control: Control, ranks: int, call: Call) -> bool:
+async def in_step(control: Control, ranks: int, call: Call) -> bool:
     """Return whether every rank answers its latest call: each rank stores a word and returns it."""
     word = secrets.token_hex(8)
     await control.tell("/collective_rpc", {"method": "__setattr__", "args": [_WORD, word]}, call=call)
