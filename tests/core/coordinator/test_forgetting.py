@@ -187,10 +187,10 @@ async def test_an_operation_takes_as_long_as_it_took_though_the_wall_clock_is_se
         return (operation.done_time.ToNanoseconds() - operation.create_time.ToNanoseconds()) / 1e9
 
     assert 0 <= took_s(running) < 60
-    in_step = [later.operation.operation_id, other.operation.operation_id, running.operation.operation_id]
-    assert [run.operation.operation_id for run in kept.newest_first("", 0)] == in_step
+    in_order = [later.operation.operation_id, other.operation.operation_id, running.operation.operation_id]
+    assert [run.operation.operation_id for run in kept.newest_first("", 0)] == in_order
     paged = kept.newest_first("", 0, page_token(later))
-    assert [run.operation.operation_id for run in paged] == in_step[1:]
+    assert [run.operation.operation_id for run in paged] == in_order[1:]
     restarted = operations(journal, retained=100)
     await restarted.load()
     assert took_s(restarted.get(other.operation.operation_id)) >= 0

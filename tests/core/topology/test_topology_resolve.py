@@ -450,7 +450,7 @@ def test_everything_wrong_is_told_at_once_in_the_order_of_the_lines() -> None:
         "- worker_type: prefil\n  num_gpus: 0\n  overrides: {nope: 1}\n  colour: red", "name: a\nmodel_pth: /x"
     )
     _, problems = load(text)
-    lines = [problem.line for problem in problems.in_step()]
+    lines = [problem.line for problem in problems.in_order()]
     assert len(lines) == 5
     assert lines == sorted(lines)
 
