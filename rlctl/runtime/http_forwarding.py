@@ -24,8 +24,11 @@ HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Return the headers that a proxy passes on (RFC 9110, 7.6.1), except ``without``, in lower case."""
-    options = headers.get("Connection", "")
+    """Return the headers that a proxy passes on (RFC 9110, 7.6.1), except ``without``, in lower case.
+
+    ``headers``: a multi-map. A repeated header stays repeated, in its order.
+    """
+    pairs = [(name, name.lower(), value) for name, value in headers.items()]
+    options = ",".join(value for _, lower, value in pairs if lower == "connection")
     dropped = {*without, *(name.strip().lower() for name in options.split(","))} if options else without
-    pairs = ((name, name.lower(), value) for name, value in headers.items())
     return [(name, value) for name, lower, value in pairs if lower not in dropped and lower not in HOP_BY_HOP]

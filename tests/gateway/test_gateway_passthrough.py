@@ -14,6 +14,8 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
+from ambiguous_requests import AMBIGUOUS, answers
+from multidict import CIMultiDict
 from trace_collector import PARENT, attributes, collecting
 from waiting import eventually
 from yarl import URL
@@ -190,6 +192,38 @@ async def test_body_and_answer_stay_as_they_are(both: Any, make_gateway: Callabl
         assert (got["X-Trace"], got["Content-Type"]) == ("t", "application/json")
         assert (got["X-RLCTL-Min-Version"], got["X-RLCTL-Wait"]) == ("1", "0")
         assert not {"X-Hop", "Keep-Alive"} & got.keys()
+
+
+async def test_repeated_headers_stay_repeated_and_those_of_the_connection_stop_here(
+    both: Any, make_gateway: Callable[..., Any]
+) -> None:
+    fleet, ports = both
+    of_connection = [("Connection", "X-Hop"), ("Connection", "X-Other"), ("X-Hop", "1"), ("X-Other", "1")]
+    repeated = [("X-Mine", "a"), ("X-Mine", "b"), ("X-Mine", "a")]
+
+    async def answer(request: web.Request, _: bytes) -> web.StreamResponse:
+        return web.Response(body=b"{}", headers=CIMultiDict([*of_connection, *repeated]))
+
+    for port in ports.values():
+        port.answering = answer
+    async with make_gateway(fleet) as (_, http):
+        sent = CIMultiDict([*of_connection, ("TE", "trailers"), ("Trailer", "X-T"), *repeated])
+        async with http.post("/generate", data=BODY, headers=sent) as response:
+            assert response.status == 200
+        [(_, _, got, _)] = [*ports["a"].requests, *ports["b"].requests]
+        for headers in (got, response.headers):
+            assert headers.getall("X-Mine") == ["a", "b", "a"]
+            assert not {"X-Hop", "X-Other", "TE", "Trailer"} & headers.keys()
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_a_request_without_a_certain_end_is_refused(
+    both: Any, make_gateway: Callable[..., Any], name: str
+) -> None:
+    fleet, ports = both
+    async with make_gateway(fleet) as (server, _):
+        assert await answers(server.address, *AMBIGUOUS[name]) == [400]
+        assert total(ports) == 0
 
 
 @pytest.mark.parametrize(

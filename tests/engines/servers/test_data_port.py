@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from ambiguous_requests import AMBIGUOUS, answers
+from multidict import CIMultiDict
 from passed_answers import Pieces, answered, once
 from passing_suite import Gate, post
 from raw_server import serving
@@ -101,6 +103,38 @@ async def test_a_token_is_asked_for_but_not_for_the_health(world: World) -> None
     async with aiohttp.ClientSession() as session:
         assert (await post(session, world.url + "/generate", {})).headers[REASON] == "TOKEN_MISSING"
         assert (await post(session, world.url + "/health", None, method="GET")).status == 200
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_a_request_without_a_certain_end_is_refused(name: str) -> None:
+    read: list[HttpRequest] = []
+
+    class Reads(Engine):
+        async def exchange(self, request: HttpRequest) -> HttpExchange:
+            read.append(request)
+            return await super().exchange(request)
+
+    world = World()
+    world.engine = Reads("first")
+    port = DataPort(lambda: world.engine, world.serving, SystemClock())
+    address = await port.start("127.0.0.1:0", ROUTES)
+    try:
+        assert await answers(address, *AMBIGUOUS[name]) == [400]
+        assert not read
+    finally:
+        await port.stop()
+
+
+async def test_headers_of_the_connection_stop_at_the_port(world: World) -> None:
+    sent = [("Connection", "X-Hop"), ("Connection", "X-Other"), ("X-Hop", "1"), ("X-Other", "1"), ("X-Mine", "m")]
+    headers = CIMultiDict([*sent, ("TE", "trailers"), ("Authorization", "Bearer secret")])
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{world.url}/generate", data=b"{}", headers=headers) as response,
+    ):
+        names = (await response.text()).split(" ", 3)[3]
+    assert "X-Mine" in names
+    assert not {"X-Hop", "X-Other", "TE", "Connection"} & set(names.split("'"))
 
 
 async def endless() -> AsyncGenerator[bytes, None]:
