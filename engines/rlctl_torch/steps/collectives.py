@@ -84,7 +84,7 @@ class Council:
         self.size = size
         self._gloo: Any = None
 
-    def agree(self, check: Callable[[], None]) -> None:
+    def agree(self, check: Callable[[], object]) -> None:
         """Run a check on every rank. If a check raises, every rank raises: the failing rank its error, other ranks a
         copy.
 
@@ -162,6 +162,7 @@ class Ranks(Council):
         super().__init__(rank, size)
         self.aside = Aside(rank, size)
         self._stopped = threading.Event()
+        self._alone = False
         self._compute: Any = None
         self._store: TCPStore | None = None
         self._endpoints: dict[int, Endpoint] = {}
@@ -231,7 +232,7 @@ class Ranks(Council):
 
     def sum_in_place(self, tensor: torch.Tensor) -> None:
         """Add up a contiguous tensor over the ranks, in place."""
-        if self._compute is not None:
+        if self._compute is not None and not self._alone:
             options = dist.AllreduceOptions()
             options.timeout = _COMPUTE_TIMEOUT
             self._collect(lambda: self._compute.allreduce([tensor], options))
@@ -242,10 +243,20 @@ class Ranks(Council):
             return tensor
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        options = AllgatherOptions()
-        options.timeout = _COMPUTE_TIMEOUT
-        self._collect(lambda: self._compute.allgather([parts], [tensor], options))
+        if not self._alone:
+            options = AllgatherOptions()
+            options.timeout = _COMPUTE_TIMEOUT
+            self._collect(lambda: self._compute.allgather([parts], [tensor], options))
         return torch.cat(parts, dim=-1)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Leave the collectives of a computation out: this rank's work and memory, without a result."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def stop(self) -> None:
         """Make a wait for other ranks raise; from any thread."""

@@ -39,7 +39,7 @@ from rlctl_torch.steps.background import Later
 from rlctl_torch.steps.collectives import Council
 from rlctl_torch.steps.ordered_commands import Action
 from rlctl_torch.verbs.decode_check import check_decode
-from rlctl_torch.verbs.probe import log_probabilities, refuse_prompts
+from rlctl_torch.verbs.probe import probed, refuse_prompts
 
 ACTIONS = (
     CHECK_ACTION_CHECKSUM,
@@ -107,7 +107,7 @@ class Check(Action):
         """Carry out the action. Raises DIGEST_MISMATCH if the model digest differs from the expected digest."""
         rank = self._rank
         if self._action == CHECK_ACTION_PROBE:
-            return CheckReport(action=self._action, probed=log_probabilities(rank, self._request.prompts))
+            return CheckReport(action=self._action, probed=probed(rank, self._request.prompts))
         if self._action == CHECK_ACTION_DECODE:
             return CheckReport(action=self._action, decode=check_decode(rank))
         if self._action == CHECK_ACTION_READ:

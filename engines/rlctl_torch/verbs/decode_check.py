@@ -13,9 +13,9 @@ from rlctl.contract.decode_check import ATTEMPTS, OUTPUTS, TOP, Calibration, Lik
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.verbs_pb2 import DecodeReport
 from rlctl.weights.tensor.tensors import dtype_name
-from rlctl_torch.generation.forward_pass import run
 from rlctl_torch.rank import Rank
 from rlctl_torch.steps.step_plan import Batch
+from rlctl_torch.verbs.beside_cache import log_probabilities, within_memory
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def calibrate(rank: Rank) -> Calibration | None:
 
 
 def check_decode(rank: Rank) -> DecodeReport:
-    """Compare decode with prefill, all ranks together and with the same result. Raises DECODE_MISMATCH."""
+    """Compare decode with prefill, all ranks together and with the same result. Raises DECODE_MISMATCH, MEMORY_FULL."""
     assert rank.calibration is not None
     for attempt in range(ATTEMPTS):
         report = _measure(rank, attempt)
@@ -50,12 +50,17 @@ def check_decode(rank: Rank) -> DecodeReport:
 @torch.inference_mode()
 def _measure(rank: Rank, attempt: int) -> DecodeReport:
     prompts = decode_check.prompts(rank.model.vocab_size, rank.longest, attempt)
-    outputs, decoded = _decode(rank, prompts)
-    sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, outputs, strict=True)]
-    by_decode = [len(tokens) - 1 for tokens in outputs]
-    logprobs = _Sequences(rank, len(sequences), max(map(len, sequences))).logprobs(sequences, by_decode)
-    prefilled = [_likely(rows) for rows in torch.split(logprobs, by_decode)]
-    return _agreed(rank, decode_check.compare(decoded, prefilled))
+    by_decode = [count - 1 for count in OUTPUTS]
+    prefill = _Sequences(rank, len(prompts), len(prompts[0]) + max(by_decode))
+    decode = _Sequences(rank, len(prompts), len(prompts[0]) + max(OUTPUTS))
+
+    def compared() -> DecodeReport:
+        outputs, decoded = _decode(decode, prompts)
+        sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, outputs, strict=True)]
+        prefilled = [_likely(rows) for rows in torch.split(prefill.logprobs(sequences, by_decode), by_decode)]
+        return _agreed(rank, decode_check.compare(decoded, prefilled))
+
+    return within_memory(rank, lambda: prefill.rehearse(prompts, by_decode), compared)
 
 
 def _agreed(rank: Rank, report: DecodeReport) -> DecodeReport:
@@ -71,9 +76,8 @@ def _likely(logprobs: torch.Tensor) -> list[Likely]:
     return [dict(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
-def _decode(rank: Rank, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[Likely]]]:
+def _decode(sequences: _Sequences, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[Likely]]]:
     """Return greedy tokens after each prompt, and the likely tokens at the positions of decode steps."""
-    sequences = _Sequences(rank, len(prompts), len(prompts[0]) + max(OUTPUTS))
     outputs = [[token] for token in sequences.logprobs(prompts, [1] * len(prompts)).argmax(dim=-1).tolist()]
     decoded: list[list[Likely]] = [[] for _ in prompts]
     while running := [row for row, tokens in enumerate(outputs) if len(tokens) < OUTPUTS[row]]:
@@ -104,14 +108,23 @@ class _Sequences:
         Returns log probabilities ``[sum(last), vocabulary]``, float32, after the ``last`` tokens of each sequence.
         """
         rows = range(len(tokens)) if rows is None else rows
+        batch = self._batch(tokens, last, rows)
+        for row, row_tokens in zip(rows, tokens, strict=True):
+            self._lengths[row] += len(row_tokens)
+        return log_probabilities(self._rank, self._cache, batch)
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], last: Sequence[int]) -> None:
+        """Compute a pass of prompts and ``last`` tokens after each. The sequences stay as they are."""
+        tokens = [[*prompt, *[0] * count] for prompt, count in zip(prompts, last, strict=True)]
+        log_probabilities(self._rank, self._cache, self._batch(tokens, last, range(len(tokens))))
+
+    def _batch(self, tokens: Sequence[Sequence[int]], last: Sequence[int], rows: Sequence[int]) -> Batch:
         batch = Batch(list(rows), [], [], [], [], [])
         for row, row_tokens, output_count in zip(rows, tokens, last, strict=True):
             start = self._lengths[row]
-            self._lengths[row] += len(row_tokens)
             batch.starts.append(start)
             batch.lengths.append(len(row_tokens))
             batch.tokens.extend(row_tokens)
             batch.slots.extend(self._slots[row][start : start + len(row_tokens)])
             batch.outputs.extend(range(len(batch.tokens) - output_count, len(batch.tokens)))
-        logits = run(self._rank.model, self._cache, self._rank.adapters, batch, all_logits=True)
-        return torch.log_softmax(logits.float(), dim=-1)
+        return batch

@@ -8,9 +8,10 @@ import torch
 
 from rlctl.contract.errors import Reason
 from rlctl.v1.verbs_pb2 import ProbePrompt
-from rlctl_torch.generation.forward_pass import run
+from rlctl_torch.model.kv_cache import KVCache
 from rlctl_torch.rank import Rank
 from rlctl_torch.steps.step_plan import Batch
+from rlctl_torch.verbs.beside_cache import log_probabilities, within_memory
 
 
 def refuse_prompts(rank: Rank, prompts: Sequence[ProbePrompt]) -> None:
@@ -33,20 +34,23 @@ def refuse_prompts(rank: Rank, prompts: Sequence[ProbePrompt]) -> None:
 
 
 @torch.inference_mode()
-def log_probabilities(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
+def probed(rank: Rank, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
     """Return the prompts with the log probability of every token but the first, float32; empty at followers.
 
     All ranks together. Keys and values go to a separate cache, so that frozen requests and a released cache do not
-    matter.
+    matter. Raises MEMORY_FULL.
     """
-    cache = rank.cache.alike(max(len(prompt.token_ids) for prompt in prompts))
-    results = []
-    for prompt in prompts:
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    caches: list[KVCache] = []
+    rank.ranks.agree(lambda: caches.append(rank.cache.alike(len(longest.token_ids))))
+
+    def answer(prompt: ProbePrompt) -> ProbePrompt:
         tokens = list(prompt.token_ids)
         places = range(len(tokens))
         batch = Batch([0], [0], [len(tokens)], tokens, [1 + place for place in places], list(places)[:-1])
-        logits = run(rank.model, cache, rank.adapters, batch, all_logits=True)
-        next_tokens = torch.tensor(tokens[1:], device=logits.device)[:, None]
-        chosen = torch.log_softmax(logits.float(), dim=-1).gather(1, next_tokens)[:, 0]
-        results.append(ProbePrompt(token_ids=tokens, logprobs=chosen.tolist()))
+        scores = log_probabilities(rank, caches[0], batch)
+        next_tokens = torch.tensor(tokens[1:], device=scores.device)[:, None]
+        return ProbePrompt(token_ids=tokens, logprobs=scores.gather(1, next_tokens)[:, 0].tolist())
+
+    results = within_memory(rank, lambda: answer(longest), lambda: [answer(prompt) for prompt in prompts])
     return results if rank.ranks.rank == 0 else []

@@ -374,6 +374,39 @@ async def test_decode_and_prefill_compute_with_the_same_weights(stage: Stage, ch
     assert list(merge(parts).samples[0].output_ids) == await stage.tokens([1, 2, 3], 40), "what was frozen goes on"
 
 
+@pytest.mark.parametrize("where", ["layer", "scores", "cache"])
+@pytest.mark.parametrize("action", [CHECK_ACTION_PROBE, CHECK_ACTION_DECODE])
+async def test_a_computation_that_finds_no_memory_is_refused_by_all_ranks_and_the_engine_lives(
+    stage: Stage, action: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A co-located trainer may hold the memory. In the layer, the other ranks would wait for this rank."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    rank = stage.engine._rank
+    prompts = [ProbePrompt(token_ids=[1, 2, 3]), ProbePrompt(token_ids=[4, 5, 6, 7])]
+    request = CheckWeightsRequest(action=action, prompts=prompts if action == CHECK_ACTION_PROBE else [])
+    stream = stage.stream([1, 2, 3], max_new_tokens=40, ignore_eos=True, temperature=0)
+    parts = [await anext(stream)]
+    await stage(PauseGenerationRequest(mode=PAUSE_MODE_IN_PLACE))
+    with monkeypatch.context() as patch:
+        if where == "layer":
+            patch.setattr(rank.model.module.model.layers[1].mlp.up_proj, "forward", fails)
+        elif where == "scores":
+            patch.setattr(torch, "log_softmax", fails)
+        else:
+            patch.setattr(rank.cache, "alike", fails)
+        answers = await asyncio.wait_for(stage.ranks(request, within=60), 10)
+    assert reasons(answers) == {(Reason.MEMORY_FULL, OUTCOME_REJECTED)}
+    assert all("2.00 GiB" in answer.message for answer in answers if isinstance(answer, RlctlError))
+    assert not stage.failures
+    await stage(request)
+    await stage(ContinueGenerationRequest())
+    parts += [part async for part in stream]
+    assert list(merge(parts).samples[0].output_ids) == await stage.tokens([1, 2, 3], 40), "what was frozen goes on"
+
+
 async def test_tensors_that_differ_are_named_with_the_part_of_each_rank(stage: Stage) -> None:
     tensors = tensors_of(stage.config.model_path)
     right = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
