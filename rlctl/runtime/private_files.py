@@ -38,8 +38,13 @@ def replace(path: Path, text: str) -> None:
 
 
 def put_in_place(draft: Path, path: Path) -> None:
-    """Rename a complete file into place. After a crash, the path has the old or the new content. Raises OSError."""
+    """Rename a complete file into place. After a crash, the path has the old or the new content. Raises OSError.
+
+    A file of the directory that was renamed before has its new name on disk first: the log of a replaced database must
+    not stay beside the new database.
+    """
     _sync(draft)
+    sync_directory(path.parent)
     os.replace(draft, path)
     sync_directory(path.parent)
 

@@ -98,6 +98,18 @@ def test_the_new_content_is_on_disk_before_the_name_and_the_name_before_the_end(
         assert calls[index + 1] == ("fsync", target.parent)
 
 
+def test_the_log_of_a_damaged_journal_has_lost_its_name_on_disk_before_a_backup_takes_the_journals_name(
+    tmp_path: Path, calls: Calls
+) -> None:
+    """SQLite would write the old log into the new journal."""
+    backup, path, log = journal(tmp_path / "backup.db"), tmp_path / "journal.db", tmp_path / "journal.db-wal"
+    path.write_bytes(b"no journal" * 1000)
+    log.write_bytes(b"a log")
+    result = CliRunner().invoke(root, ["journal", "restore", str(backup), "--journal", str(path), "--yes"])
+    assert result.exit_code == 0, result.output
+    assert ("fsync", tmp_path) in calls[calls.index(("from", log)) : calls.index(("to", path))]
+
+
 def test_a_new_journals_name_is_on_disk_before_its_first_record(tmp_path: Path, calls: Calls) -> None:
     SqliteJournal(tmp_path / "journal.db").close()
     assert ("fsync", tmp_path) in calls
