@@ -15,10 +15,13 @@ from typing import IO, Any, Self
 
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.launch.supervisor import fleet_state as state
+from rlctl.runtime.kills import kill
 from rlctl.v1.common_pb2 import ErrorDetail
 
 LOOK_S = 0.1
 STOP_S = 90.0
+READ_S = 1.0
+"""Seconds to read the last output of an ended `rlctl up`."""
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +67,7 @@ class Up:
         try:
             while not self._ready():
                 if self._process.poll() is not None:
-                    self._reader.join()
+                    self._reader.join(READ_S)
                     raise self._failure()
                 time.sleep(LOOK_S)
         except BaseException:
@@ -91,15 +94,19 @@ class Up:
         return self.state.endpoint
 
     def stop(self) -> None:
-        """End all processes of the fleet; a placement group of the trainer stays."""
+        """End all processes of the fleet; a placement group of the trainer stays.
+
+        A process that no kill ends is reported in the log.
+        """
         if self._process.poll() is None:
             self._process.terminate()
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # kills the fleet's processes too
-                self._process.wait()
-        self._reader.join()
+                # The end of the supervisor ends the fleet's processes too.
+                if error := kill(self._process, f"`rlctl up` of fleet {self._name!r}"):
+                    _log.warning("%s", error)
+        self._reader.join(READ_S)
         assert self._process.stdin is not None
         self._process.stdin.close()
 

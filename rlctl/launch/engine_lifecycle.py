@@ -16,7 +16,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.launcher import Launched, Launcher
 from rlctl.launch.interface.spec import LOAD_S, EngineSpec
-from rlctl.launch.local.child_processes import KILLED_S, end, unended
+from rlctl.launch.local.child_processes import end, unended
+from rlctl.runtime.kills import KILLED_S
 from rlctl.runtime.restart_limit import Failures, RestartLimit
 from rlctl.runtime.server_process import STOP_S
 from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, STAGE_STATE_READY, STAGE_STATE_STALE

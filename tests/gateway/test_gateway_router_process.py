@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +20,7 @@ from rlctl.cli.commands.gateway import gateway
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.gateway.router import process
 from rlctl.gateway.router.process import SglangRouter
+from rlctl.runtime import kills
 
 
 def test_one_that_does_not_answer_in_time_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +36,61 @@ def test_one_that_does_not_answer_in_time_has_ended(tmp_path: Path, monkeypatch:
     assert router.ended, "whoever keeps it starts it again"
     router.stop()
     assert not router.ended
+
+
+class Undying(subprocess.Popen[bytes]):
+    """A process in a system call that does not return."""
+
+    def terminate(self) -> None:
+        pass
+
+    kill = terminate
+
+
+@pytest.fixture
+def undying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Undying]]:
+    launched: list[Undying] = []
+
+    def popen(*arguments: Any, **options: Any) -> Undying:
+        launched.append(Undying(*arguments, **options))
+        return launched[-1]
+
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+    yield launched
+    for each in launched:
+        os.kill(each.pid, signal.SIGKILL)
+        each.wait()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_one_that_no_kill_ends_is_named_and_not_waited_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    undying: list[Undying],
+    starts: bool,
+) -> None:
+    mute = tmp_path / "sglang-router"
+    mute.write_text("#!/bin/sh\nexec sleep 60\n")
+    mute.chmod(0o700)
+    monkeypatch.setattr(process, "program", lambda: str(mute))
+    monkeypatch.setattr(process, "START_S", 0.2)
+    monkeypatch.setattr(process, "CALL_S", 0.2)
+    monkeypatch.setattr(kills, "KILLED_S", 0.2)
+    router = SglangRouter(log=tmp_path / "log")
+    began = time.monotonic()
+    if starts:
+        monkeypatch.setattr(router, "workers", dict)
+        router.start()
+        router.stop()
+        said = caplog.text
+    else:
+        with pytest.raises(RlctlError) as caught:
+            router.start()
+        said = str(caught.value)
+    assert time.monotonic() - began < 5
+    assert f"sglang-router (pid {undying[0].pid}) was killed and has not ended" in said
+    assert f"See also {tmp_path / 'log'}." in said
 
 
 def test_an_interrupt_of_the_terminal_is_not_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

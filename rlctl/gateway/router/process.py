@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import os
 import shutil
 import socket
@@ -18,9 +19,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlctl.contract.errors import Reason
+from rlctl.runtime.kills import kill
 from rlctl.runtime.server_process import dying_with_parent
 from rlctl.transport.channel import bearer
 
+log = logging.getLogger(__name__)
+
+NAME = "sglang-router"
 STDERR = 2
 """Of this process: the log, if this process is a server."""
 START_S = 30.0
@@ -127,9 +132,8 @@ class SglangRouter:
                         f"sglang-router ended with {self._process.returncode}{log_hint}"
                     ) from error
                 if time.monotonic() >= until:
-                    self._process.kill()
-                    self._process.wait()
-                    raise Reason.ENGINE_FAILED.error(f"sglang-router did not answer in {START_S:g} s") from error
+                    failure = Reason.ENGINE_FAILED.error(f"sglang-router did not answer in {START_S:g} s")
+                    raise (kill(self._process, NAME, self._log) or failure) from error
                 time.sleep(LOOK_S)
             else:
                 return
@@ -149,8 +153,8 @@ class SglangRouter:
         try:
             process.wait(CALL_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            if error := kill(process, NAME, self._log):
+                log.warning("%s", error)
 
     def workers(self) -> dict[str, str]:
         """Return the ids of the workers by URL. Raises OSError."""

@@ -17,16 +17,13 @@ from typing import IO
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.local.log_files import keep_short, last_line, last_lines, log_end
-from rlctl.runtime import private_files
+from rlctl.runtime import kills, private_files
 from rlctl.runtime.event_loops import WAKE_S
+from rlctl.runtime.kills import KILLED_S
 from rlctl.runtime.server_process import ANNOUNCEMENT, STOP_S
 
 READ_S = 1.0
 """Seconds to read the last output of an ended process."""
-KILLED_S = 5.0
-"""Seconds for a killed process to end. A process in a system call that does not return, for example of a GPU driver or
-of NFS, does not end.
-"""
 LOOK_S = 0.05
 TEND_S = 30.0
 """Seconds between checks of the log's size."""
@@ -217,9 +214,4 @@ def unended(processes: Sequence[Launched]) -> RlctlError | None:
     running = [process for process in processes if process.returncode is None]
     if not running:
         return None
-    names = ", ".join(f"{process.name} (pid {process.pid})" for process in running)
-    verbs = ("was", "has") if len(running) == 1 else ("were", "have")
-    return Reason.ENGINE_FAILED.error(
-        f"{names} {verbs[0]} killed and {verbs[1]} not ended",
-        next_step=f"The kernel's log (dmesg) may name a system call that does not return. See also {running[0].log}.",
-    )
+    return kills.unended([(process.name, process.pid) for process in running], running[0].log)
