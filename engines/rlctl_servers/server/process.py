@@ -6,6 +6,7 @@ import abc
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,14 +14,20 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.runtime.kills import kill, unended
 from rlctl.runtime.server_process import dying_with_parent
 from rlctl_servers.server.http import Http
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 TAIL = 40
 TERM_S = 2.0
+FOLLOW_S = 10.0
+"""Seconds for the server's other processes to end after its first process. They are then killed."""
 
 
 _WATCH = """
@@ -48,6 +55,7 @@ class ServerProcess(abc.ABC):
         self._watcher: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._reader: threading.Thread | None = None
+        self._waiter: threading.Thread | None = None
         self._ended = threading.Event()
 
     @abc.abstractmethod
@@ -103,14 +111,18 @@ class ServerProcess(abc.ABC):
             await asyncio.sleep(LOOK_S)
 
     async def stop(self) -> None:
-        """End the server, and kill it after TERM_S: a deadlocked server does not react."""
+        """End the server, and kill it after TERM_S: a deadlocked server does not react.
+
+        Processes that no kill ends are reported in the log.
+        """
         self._ended.set()  # on_end is not called
         if self._popen is not None:
             # Only the first process: it takes the end of its children for a crash and investigates.
             self._popen.terminate()
             await asyncio.to_thread(self._wait, TERM_S)
             self._signal(signal.SIGKILL)
-            await asyncio.to_thread(self._wait, TERM_S)
+            if not await asyncio.to_thread(self._wait, TERM_S) and (running := members(self._popen.pid)):
+                log.warning("%s", unended([(self.product, pid) for pid in running]))
         await self.http.close()
         self.let_go()
 
@@ -150,11 +162,13 @@ class ServerProcess(abc.ABC):
         watch = [sys.executable, "-IS", "-c", _WATCH, str(self._popen.pid)]
         self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
         name = self.product.lower()
-        self._reader = threading.Thread(target=self._read, args=(name, on_end), name=f"{name}-log", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(name,), name=f"{name}-log", daemon=True)
         self._reader.start()
+        self._waiter = threading.Thread(target=self._notice, args=(on_end,), name=f"{name}-end", daemon=True)
+        self._waiter.start()
 
-    def _read(self, name: str, on_end: Callable[[RlctlError], None]) -> None:
-        """Pass the server's log on, and notice its end."""
+    def _read(self, name: str) -> None:
+        """Pass the server's log on, until its last process has ended."""
         popen = self._popen
         assert popen is not None
         assert popen.stdout is not None
@@ -163,8 +177,17 @@ class ServerProcess(abc.ABC):
             self._tail.append(line)
             with contextlib.suppress(OSError, ValueError):  # a full disk, or no reader: the server's pipe is still read
                 print(f"{name}: {line}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the stage server
-        popen.wait()
         popen.stdout.close()
+
+    def _notice(self, on_end: Callable[[RlctlError], None]) -> None:
+        """Notice the server's end. A process of the server that is stuck, and has its output, does not hide the end."""
+        assert self._popen is not None
+        assert self._reader is not None
+        self._popen.wait()
+        self._reader.join(FOLLOW_S)
+        if self._reader.is_alive():
+            self._signal(signal.SIGKILL)
+            self._reader.join(TERM_S)
         self._unwatch()
         self.ended()
         stopping = self._ended.is_set()
@@ -177,8 +200,8 @@ class ServerProcess(abc.ABC):
         watcher = self._watcher
         if watcher is not None:
             assert watcher.stdin is not None
-            watcher.kill()
-            watcher.wait()
+            if error := kill(watcher, "the watcher of an ended server"):
+                log.warning("%s", error)
             watcher.stdin.close()
 
     def _signal(self, number: int) -> None:
@@ -189,14 +212,28 @@ class ServerProcess(abc.ABC):
         except ProcessLookupError:
             return
 
-    def _wait(self, timeout_s: float) -> None:
-        if self._reader is not None:
-            self._reader.join(timeout_s)
-        elif self._popen is not None:  # the launch failed after the server's own start
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(timeout_s)
-            if self._popen.stdout is not None:
-                self._popen.stdout.close()
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait for the end of all processes of the server; returns whether they have ended."""
+        if self._waiter is not None:
+            self._waiter.join(timeout_s)
+            return not self._waiter.is_alive()
+        assert self._popen is not None  # the launch failed after the server's own start
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
+        return self._popen.poll() is not None
+
+
+def members(group: int) -> list[int]:
+    """Return the processes of a process group that have not ended."""
+    running = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]  # proc_pid_stat(5)
+                running += [] if state in "ZX" else [int(process.name)]
+    return running
 
 
 def cores_of(ranks: int) -> str:

@@ -7,12 +7,11 @@ segments do not tell the owner.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import ClassVar
 
 from rlctl_servers.server import temp_dirs
+from rlctl_servers.server.process import members
 
 PREFIX = "rlctl-sglang-"
 
@@ -33,7 +32,7 @@ class Scratch(temp_dirs.Scratch):
 
     def note(self, group: int) -> None:
         """Record the segments that the processes of this process group have mapped now."""
-        segments = {segment for pid in _members(group) for segment in _mapped(pid)} - self._known
+        segments = {segment for pid in members(group) for segment in _mapped(pid)} - self._known
         if segments:
             self._known |= segments
             with (self.path / _LIST).open("a") as file:
@@ -47,15 +46,6 @@ class Scratch(temp_dirs.Scratch):
         for segment in _segments(directory):
             segment.unlink(missing_ok=True)
         super()._clear(directory)
-
-
-def _members(group: int) -> list[int]:
-    members = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(process.name)) == group:
-                members.append(int(process.name))
-    return members
 
 
 def _mapped(pid: int) -> set[str]:

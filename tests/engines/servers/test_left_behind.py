@@ -15,6 +15,8 @@ from rlctl_servers.server import process as process_module
 from rlctl_servers.server.http import Http
 from rlctl_servers.server.process import ServerProcess
 
+from rlctl.contract.errors import Reason, RlctlError
+
 STAGE = """
 import asyncio, sys
 from rlctl_servers.server.http import Http
@@ -88,6 +90,56 @@ async def test_a_launch_that_fails_half_way_leaves_no_server(monkeypatch: pytest
             await process.start(lambda _: None)
         await process.stop()
     assert launched[0].wait(10) is not None
+
+
+FIRST = """
+import subprocess, sys
+print(subprocess.Popen(["sleep", "600"], start_new_session=sys.argv[1] == "alone").pid, flush=True)
+"""
+
+
+class Leaving(Sleeping):
+    """A server whose first process ends at once. Another process keeps its output."""
+
+    where = ""
+
+    def command(self) -> list[str]:
+        return ["-c", FIRST, self.where]
+
+
+@pytest.mark.parametrize("where", ["beside", "alone"])
+async def test_a_stuck_process_of_a_server_does_not_hide_its_end(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The kill of the server's processes does not reach the one that is alone, as it ends none in a stuck driver."""
+    monkeypatch.setattr(process_module, "FOLLOW_S", 0.2)
+    process = Leaving(Http("Test", "http://127.0.0.1:1"), sys.executable, 60)
+    process.where = where
+    ended: list[RlctlError] = []
+    with pytest.raises(RlctlError) as caught:
+        await process.start(ended.append)
+    await process.stop()
+    assert caught.value.reason is Reason.ENGINE_FAILED
+    assert [error.reason for error in ended] == [Reason.ENGINE_FAILED]
+    kept = psutil.Process(int(process.log_lines()[0]))
+    if where == "alone":
+        kept.kill()
+    assert psutil.wait_procs([kept], timeout=30)[1] == []
+
+
+async def test_a_server_that_no_kill_ends_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_module, "TERM_S", 0.2)
+    process = Sleeping(Http("Test", "http://127.0.0.1:1"), sys.executable, 0.5)
+    with pytest.raises(RlctlError):
+        await process.start(lambda _: None)
+    assert process._popen is not None
+    with monkeypatch.context() as stuck:
+        stuck.setattr(process._popen, "terminate", lambda: None)
+        stuck.setattr(process, "_signal", lambda _: None)
+        await process.stop()
+    assert f"Test (pid {process.pid}) was killed and has not ended" in caplog.text
+    process.kill()
+    assert process._wait(30)
 
 
 TALKING = """
