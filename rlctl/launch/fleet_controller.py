@@ -184,12 +184,12 @@ class LaunchedFleet:
 
     def stop(self) -> None:
         """End all processes: gateways first, then engines, while a coordinator can still deregister the engines."""
-        self.gateways.stop()
+        late = self.gateways.stop()
         if self._client is not None:
             self._client.close()
             self._client = None
         engines = [process for run in self.runs.values() for process in run.processes]
-        late = [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]
+        late += [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]
         for process in late:
             self._say(
                 f"{process.name} (pid {process.pid}) did not end in {STOP_S:g} s and was killed; see {process.log}"
@@ -536,6 +536,8 @@ class LaunchedFleet:
                 raise error
         for error in self.gateways.errors.values():
             raise error
+        if self.gateways.unended is not None:
+            raise self.gateways.unended
 
     # Queries to the coordinator.
 

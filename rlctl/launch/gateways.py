@@ -14,9 +14,10 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.engine_lifecycle import REMIND_S, START_S, backoff_of
 from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.interface.spec import GatewaySpec
-from rlctl.launch.local.child_processes import stop_all
+from rlctl.launch.local.child_processes import stop_all, unended
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.runtime.addresses import split
+from rlctl.runtime.kills import KILLED_S
 
 LEAVE_S = 60.0
 """Seconds for the requests of a removed gateway."""
@@ -40,6 +41,7 @@ class Gateways:
     Attributes:
         wanted: gateways to run.
         errors: last failure by model; a gateway that answers has no entry.
+        unended: error that names removed gateways that no kill ends, or None.
         backoff_s: seconds before the first retry after a failure; doubles.
     """
 
@@ -48,6 +50,7 @@ class Gateways:
     ) -> None:
         self.wanted = tuple(wanted)
         self.errors: dict[str, RlctlError] = {}
+        self.unended: RlctlError | None = None
         self._launcher = launcher
         self.backoff_s = backoff_s
         self._say = say
@@ -99,10 +102,12 @@ class Gateways:
         for model in self.errors.keys() - specs.keys():
             del self.errors[model]
 
-    def stop(self) -> None:
-        stop_all(self.processes)
+    def stop(self) -> list[Launched]:
+        """End all gateways; returns the processes that had to be killed."""
+        late = stop_all(self.processes)
         self._running.clear()
         self._leaving.clear()
+        return late
 
     def _port_held(self, spec: GatewaySpec) -> bool:
         """Whether a removed gateway, which may have requests to end, still listens at this address."""
@@ -167,6 +172,10 @@ class Gateways:
                 process.wait()
                 self._leaving.remove((process, deadline))
                 self._say(f"{process.name}: stopped")
+        overdue = [process for process, deadline in self._leaving if time.monotonic() > deadline + KILLED_S]
+        error = unended(overdue)
+        if error is None or self.unended is None or error.message != self.unended.message:
+            self.unended = error
 
     def _start(self, spec: GatewaySpec, coordinator: str) -> Launched:
         return self._launcher.start(

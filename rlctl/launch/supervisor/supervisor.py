@@ -272,6 +272,9 @@ class _Supervisor:
             if self._told.get(f"gateway-{model}") is not error:
                 self._told[f"gateway-{model}"] = error
                 self._say(f"Warning: {error}")
+        if (unended := fleet.gateways.unended) is not None and self._told.get("gateways") is not unended:
+            self._told["gateways"] = unended
+            self._say(f"Warning: {unended}")
         self._tell_state(fleet_state.READY)
         if not self._wanted.restart and fleet.all_ended:
             raise Reason.ENGINE_FAILED.error(

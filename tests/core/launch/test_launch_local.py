@@ -18,12 +18,14 @@ from children import Child
 
 from rlctl.contract.errors import DeadlineExceeded, InvalidRequest, Reason, RlctlError
 from rlctl.launch import gateways as gateways_module
+from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.spec import GatewaySpec
 from rlctl.launch.local import child_processes, log_files
 from rlctl.launch.local.child_processes import Process, stop_all, unended
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.launch.local.log_files import keep_short
+from rlctl.runtime.kills import KILLED_S
 from rlctl.transport.auth import load_token
 from rlctl.weights.group.network_interfaces import address_on, own_address
 
@@ -385,6 +387,40 @@ def test_a_gateway_that_no_kill_ends_is_looked_at_until_it_ends(monkeypatch: pyt
     children[1].facts = {"address": "http://127.0.0.1:3000"}
     gateways.look("c", restart=True)
     assert gateways.settled
+
+
+def test_a_removed_gateway_that_no_kill_ends_is_an_error_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have the port. A change of the fleet would wait for its end."""
+    now, said = [100.0], []  # type: ignore[var-annotated]
+    monkeypatch.setattr(gateways_module.time, "monotonic", lambda: now[0])
+    undying = Child("gateway-actor", [])
+
+    class Launcher:
+        def start(self, *_: object, **__: object) -> Child:
+            return undying
+
+    fleet = LaunchedFleet((), directory=tmp_path, on_progress=said.append)
+    fleet.gateways = Gateways([GatewaySpec("actor", "127.0.0.1:0")], Launcher(), 1.0, said.append)  # type: ignore[arg-type]
+    fleet.look(restart=True)
+    undying.announce()
+    ends, undying.kill, undying.terminate = undying.terminate, lambda: None, lambda: None
+    fleet.settle()
+    fleet.want(())
+    changing = fleet.settling()
+    for _ in range(3):
+        next(changing)
+        now[0] += gateways_module.LEAVE_S / 2
+    now[0] += KILLED_S + 1
+    with pytest.raises(RlctlError, match=r"gateway-actor \(pid 1\) was killed and has not ended") as caught:
+        next(changing)
+    fleet.look(restart=True)
+    assert fleet.gateways.unended is caught.value, "the supervisor reports it once"
+    ends()
+    fleet.settle()
+    assert fleet.gateways.unended is None
+    assert said[-1] == "gateway-actor: stopped"
 
 
 def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:
