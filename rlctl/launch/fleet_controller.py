@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +43,11 @@ __all__ = ["EngineSpec", "LaunchedFleet", "interrupted"]
 READY_S = 60.0
 POLL_S = 0.05
 CALL_S = 5.0
+"""Seconds for a call to the coordinator. The next step repeats the call."""
+BUSY_S = 10.0
+"""Seconds for the load of a stage, which the coordinator asks for."""
+SILENT_S = 60.0
+"""Seconds of waits in a row without an answer of the coordinator, after which a change fails."""
 ASK_S = 2.0
 RENEW_S = 3600.0
 """Seconds between checks of the validity of certificates."""
@@ -130,6 +135,8 @@ class LaunchedFleet:
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
         self._client: Fleet | None = None
         self._ask_at = 0.0
+        self._silent_s = 0.0
+        """Waits for the coordinator since its last answer."""
         self._replacing: set[str] = set()
         """Slots whose engines are due for a restart."""
         self._failures_reported: dict[str, tuple[RlctlError | None, Launched | None]] = {}
@@ -365,26 +372,25 @@ class LaunchedFleet:
             if failure is None or (error is run.error and coordinator is self.coordinator):
                 continue
 
-            def tell(client: Fleet, slot: str = slot, failure: EngineFailure = failure) -> None:
+            async def tell(client: AsyncFleet, slot: str = slot, failure: EngineFailure = failure) -> None:
                 with contextlib.suppress(NotFound):  # never registered
-                    client.report_engine_failure(slot, failure)
+                    await client.report_engine_failure(slot, failure)
 
             if self._asked(tell):
                 self._failures_reported[slot] = (run.error, self.coordinator)
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
-        """Disable the slot before the drain."""
+        """Disable the slot before the drain. A serving engine is not drained while the coordinator is silent."""
         slot = run.spec.slot
-        if run.phase is Phase.READY and slot in stages:
-            if not stages[slot].enabled or self._asked(lambda client: self._disable(client, slot)):
-                run.drain()
-        else:
+        disabled = slot in stages and not stages[slot].enabled
+        if run.phase is not Phase.READY or disabled or self._asked(lambda client: self._disable(client, slot)):
             run.drain()
 
-    def _disable(self, client: Fleet, slot: str) -> None:
+    async def _disable(self, client: AsyncFleet, slot: str) -> None:
         """Disable a slot for a drain. A refusal is reported once, and repeated at the next step."""
         try:
-            client.set_enabled([slot], False, reason=REPLACED, force=slot in self._forced)
+            with contextlib.suppress(NotFound):  # not registered
+                await client.set_enabled([slot], False, reason=REPLACED, force=slot in self._forced)
         except RlctlError as error:
             if error.reason is Reason.MIN_HEALTHY:
                 if slot not in self._refused:
@@ -527,6 +533,12 @@ class LaunchedFleet:
             raise self.coordinator.failure()
         if self.coordinator is not None and not self.coordinator.serves and (error := unended([self.coordinator])):
             raise error
+        if self.coordinator is not None and self._silent_s > SILENT_S:
+            pid = self.coordinator.pid
+            raise Reason.UNREACHABLE.error(
+                f"the coordinator (pid {pid}) has not answered for {self._silent_s:.0f} s",
+                next_step=f"Continue it (`kill -CONT {pid}`), or end it (`kill -9 {pid}`).",
+            )
         for run in self.runs.values():
             if run.error is not None:
                 raise run.error
@@ -553,37 +565,47 @@ class LaunchedFleet:
     def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
         """Whether the slot has no running requests and no update."""
         answers: list[dict[str, str]] = []
-        succeeded = slot in stages and self._asked(lambda client: answers.append(client.busy([slot])))
-        return succeeded and not answers[0]
+
+        async def ask(client: AsyncFleet) -> None:
+            answers.append(await client.busy([slot]))
+
+        return slot in stages and self._asked(ask, BUSY_S) and not answers[0]
 
     def _status(self) -> FleetMessage | None:
         statuses: list[FleetMessage] = []
 
         async def ask(client: AsyncFleet) -> None:
-            async with asyncio.timeout(CALL_S):
-                statuses.append(await client.status())
+            statuses.append(await client.status())
 
-        self._asked(lambda client: client.loop.call(ask(client.aio)))
+        self._asked(ask)
         return statuses[0] if statuses else None
 
-    def _asked(self, ask: Callable[[Fleet], object]) -> bool:
-        """Call the coordinator. Returns False without an answer; the next step calls again.
+    def _asked(self, ask: Callable[[AsyncFleet], Awaitable[object]], limit_s: float = CALL_S) -> bool:
+        """Call the coordinator. Returns False without an answer within the limit; the next step calls again.
 
         An ended coordinator is not called: the SDK would wait, and the supervisor must restart the coordinator. Nor is
         a killed coordinator that has not ended.
         """
         if self.coordinator is not None and (self.coordinator.returncode is not None or not self.coordinator.serves):
             return False
+
+        async def limited(client: AsyncFleet) -> None:
+            async with asyncio.timeout(limit_s):
+                await ask(client)
+
+        began = time.monotonic()
         try:
             if self._client is None:
                 self._client = self.connect()
-            ask(self._client)
-        except RlctlError as error:
-            if error.reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
+            self._client.loop.call(limited(self._client.aio))
+        except (RlctlError, TimeoutError) as error:
+            reason = error.reason if isinstance(error, RlctlError) else Reason.DEADLINE_EXCEEDED
+            if reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
                 raise
+            silent = reason in (Reason.DEADLINE_EXCEEDED, Reason.UNREACHABLE)
+            self._silent_s = self._silent_s + time.monotonic() - began if silent else 0.0
             return False
-        except TimeoutError:
-            return False
+        self._silent_s = 0.0
         return True
 
     def _tell_of_interrupt(self, error: BaseException | None) -> None:

@@ -24,10 +24,11 @@ from up_helpers import when
 from waiting import eventually
 
 from rlctl.cli.app.settings import Settings
+from rlctl.contract.errors import RlctlError
 from rlctl.launch import fleet_controller
 from rlctl.launch.deployment import Deployment
-from rlctl.launch.engine_lifecycle import Limits
-from rlctl.launch.fleet_controller import LaunchedFleet
+from rlctl.launch.engine_lifecycle import Limits, Phase
+from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.launch.local import child_processes
 from rlctl.launch.supervisor import fleet_state
 from rlctl.launch.supervisor.supervisor import _Supervisor
@@ -666,6 +667,28 @@ def test_a_coordinator_that_does_not_come_up_is_reported_killed_and_started_agai
             assert client.status().header.fleet_epoch == 2
     finally:
         fleet.stop()
+
+
+def test_an_engine_is_drained_only_after_the_coordinator_has_disabled_its_slot(
+    tmp_path: Path, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that is stopped sends requests to the stage when it goes on."""
+    monkeypatch.setattr(fleet_controller, "SILENT_S", 1.0)
+    engine = EngineSpec("actor-0", checkpoint("one"), engine="fake")
+    with LaunchedFleet([engine], directory=tmp_path / "fleet") as fleet:
+        coordinator = fleet.process("coordinator")
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        try:
+            fleet.want(())
+            fleet.look(restart=True)
+            assert fleet.runs["actor-0"].phase is Phase.READY
+            with pytest.raises(RlctlError, match=rf"the coordinator \(pid {coordinator.pid}\) has not answered for"):
+                fleet.settle()
+            assert fleet.runs["actor-0"].phase is Phase.READY
+        finally:
+            os.kill(coordinator.pid, signal.SIGCONT)
+        fleet.settle()
+        assert not fleet.runs
 
 
 def test_a_port_in_use_is_named(up: list[str]) -> None:
