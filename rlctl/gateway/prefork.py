@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from rlctl.runtime.kills import KILLED_S, unended
+from rlctl.runtime.server_process import ENDS_S
+
 PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 STEADY_S = 60.0
 """Seconds after which a process counts as stable: its end restarts the pauses at the shortest."""
@@ -49,13 +52,15 @@ class Workers:
         self._began: dict[int, float] = {}
         self._numbers: dict[int, int] = {}
         self._stopping = False
+        self._stopped_at = math.inf
         self._alive = os.pipe()
         self._ready = os.pipe()
 
     def run(self, announce: Callable[[], None], *, end_with_parent: bool) -> int:
         """Run until SIGTERM, SIGINT or the end of standard input. Call ``announce`` when all processes listen.
 
-        Returns the exit status: of the first process to end before all have listened, else 0.
+        A process that has not ended ENDS_S afterwards is killed. Returns the exit status: of the first process to end
+        before all have listened, 1 if no kill ends a process, else 0.
         """
         for number in _ENDING:
             signal.signal(number, self._stop)
@@ -80,7 +85,18 @@ class Workers:
             if not self._stopping and time.monotonic() >= restart_at:
                 restart_at = math.inf
                 self._fork_missing()
+            if self._kill_late():
+                error = unended([(f"gateway process {self._numbers[pid]}", pid) for pid in self._began])
+                print(error, file=sys.stderr, flush=True)  # noqa: T201 - the log of the gateway
+                return 1
         return code
+
+    def _kill_late(self) -> bool:
+        """Kill processes that do not end. Returns whether a process has not ended after the kill."""
+        late_s = time.monotonic() - self._stopped_at - ENDS_S
+        if late_s > 0:
+            self._signal(signal.SIGKILL)
+        return late_s > KILLED_S and bool(self._began)
 
     def _fork_missing(self) -> None:
         while len(self._began) < self._count and not self._stopping:
@@ -124,6 +140,10 @@ class Workers:
     def _stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         del number, frame
         self._stopping = True
+        self._stopped_at = min(self._stopped_at, time.monotonic())
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
         for pid in self._began:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, number)
