@@ -24,6 +24,7 @@ from up_helpers import when
 from waiting import eventually
 
 from rlctl.cli.app.settings import Settings
+from rlctl.cli.render import progress
 from rlctl.contract.errors import RlctlError
 from rlctl.launch import fleet_controller
 from rlctl.launch.deployment import Deployment
@@ -689,6 +690,21 @@ def test_an_engine_is_drained_only_after_the_coordinator_has_disabled_its_slot(
             os.kill(coordinator.pid, signal.SIGCONT)
         fleet.settle()
         assert not fleet.runs
+
+
+def test_a_progress_line_does_not_wait_for_a_coordinator_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "at_terminal", lambda: True)
+    with LaunchedFleet((), directory=tmp_path / "fleet") as fleet, fleet.connect() as client:
+        coordinator = fleet.process("coordinator")
+        with progress.progress(Settings(), client, "operation"):
+            os.kill(coordinator.pid, signal.SIGSTOP)
+            time.sleep(progress.SILENT_S + 1)
+            ended_at = time.monotonic()
+        waited_s = time.monotonic() - ended_at
+        os.kill(coordinator.pid, signal.SIGCONT)
+    assert waited_s < 5
 
 
 def test_a_port_in_use_is_named(up: list[str]) -> None:

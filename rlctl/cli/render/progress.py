@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -14,6 +15,7 @@ from rlctl.cli.render import timeline, values
 from rlctl.contract.errors import RlctlError
 from rlctl.runtime.progress_line import SILENT_S, ProgressLine, at_terminal
 from rlctl.v1.common_pb2 import StageState
+from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
 from rlctl.v1.fleet_pb2 import Stage
 from rlctl.v1.results_pb2 import Operation
 
@@ -35,6 +37,10 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
     ended = threading.Event()
     started = time.monotonic()
     shown = ProgressLine(color=settings.color != "never")
+    reading: list[concurrent.futures.Future[tuple[Operation, FleetMessage]]] = []
+
+    async def read() -> tuple[Operation, FleetMessage]:
+        return await fleet.aio.operation(operation_id), await fleet.aio.status()
 
     def show() -> None:
         if ended.wait(SILENT_S):
@@ -42,8 +48,11 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
         with contextlib.closing(shown):
             while True:
                 with contextlib.suppress(RlctlError):  # not accepted yet, or unreachable: shown at the end
-                    operation = fleet.operation(operation_id)
-                    words = line(operation, fleet.status().stages, time.monotonic() - started)
+                    reading[:] = [fleet.loop.submit(read())]
+                    if ended.is_set():
+                        reading[0].cancel()
+                    operation, status = fleet.loop.wait(reading[0])
+                    words = line(operation, status.stages, time.monotonic() - started)
                     shown.show(words, *timeline.answered(operation))
                 if ended.wait(EVERY_S):
                     return
@@ -54,6 +63,8 @@ def progress(settings: Settings, fleet: Fleet, operation_id: str) -> Iterator[No
         yield
     finally:
         ended.set()
+        for future in reading:
+            future.cancel()  # a silent coordinator answers late
         thread.join()
 
 
