@@ -15,8 +15,9 @@ from rlctl.contract.errors import Reason
 from rlctl.coordinator.server import CoordinatorConfig, CoordinatorServer
 from rlctl.engine import recognise
 from rlctl.launch.engine_lifecycle import REMIND_S
+from rlctl.launch.interface.launcher import Launched
 from rlctl.launch.interface.spec import LOAD_S, EngineSpec
-from rlctl.launch.local.child_processes import Process, stop_all
+from rlctl.launch.local.child_processes import Process, stop_all, unended
 from rlctl.launch.local.launcher import LocalLauncher
 from rlctl.runtime.addresses import refuse_unreachable
 from rlctl.runtime.event_loops import LoopThread
@@ -92,7 +93,7 @@ def embedded(
             journal.parent / "logs", token=token, insecure=insecure, module="rlctl", authority=authority
         )
         children: list[Process] = []
-        resources.callback(lambda: stop_all(children))
+        resources.callback(lambda: _stop(children))
         children.extend(launcher.launch(spec, 0, "") for spec in engines)
         attached = [_announced(child)["address"] for child in children]
         loop.call(_adopt(server, [*attached, *(stage for stage in stages if stage not in urls)]))
@@ -111,6 +112,13 @@ async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) ->
         EngineSpec(f"{model}-{index}", checkpoint, model, engine, options={**options, "url": url})
         for index, (url, (engine, checkpoint)) in enumerate(zip(urls, servers, strict=True))
     ]
+
+
+def _stop(children: Sequence[Launched]) -> None:
+    """End the stage servers; those that no kill ends are reported in the log."""
+    stop_all(children)
+    if error := unended(children):
+        log.warning("%s", error)
 
 
 def _announced(child: Process) -> dict[str, str]:

@@ -17,6 +17,7 @@ import pytest
 from children import Child
 
 from rlctl.contract.errors import DeadlineExceeded, InvalidRequest, Reason, RlctlError
+from rlctl.launch import embedded
 from rlctl.launch import gateways as gateways_module
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.launch.gateways import Gateways
@@ -105,6 +106,17 @@ def test_a_signal_from_just_before_the_wait_for_an_announcement_is_handled_in_it
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_attached_stage_server_that_no_kill_ends_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(child_processes, "STOP_S", 0.1)
+    monkeypatch.setattr(child_processes, "KILLED_S", 0.1)
+    undying = Child("actor-0", [])
+    monkeypatch.setattr(undying, "kill", lambda: None)
+    embedded._stop([undying])
+    assert "actor-0 (pid 1) was killed and has not ended" in caplog.text
 
 
 def test_a_process_that_closes_its_output_and_does_not_end_is_waited_for_with_a_limit(tmp_path: Path) -> None:
