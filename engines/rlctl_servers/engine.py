@@ -157,9 +157,12 @@ class ServerEngine(Engine):
         return {}
 
     async def stop(self) -> None:
-        """End a launched server and the calls that wait for the server."""
+        """End a launched server and the calls that wait for the server. An attached server loses its adapters."""
+        serves = self._ready and self._failure is None
         self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
         self._checkpoints.stop()
+        if serves and not self._server.launched and "LoadAdapter" not in self._facts.unsupported:
+            await self._adapters.leave()
         await self._server.stop()
 
     def can_restart(self) -> bool:
@@ -363,6 +366,11 @@ class ServerEngine(Engine):
     async def list_adapters(self, request: verbs_pb2.ListAdaptersRequest, call: Call) -> verbs_pb2.AdapterList:
         self._check("ListAdapters")
         return self._adapters.listed
+
+    async def _take_over(self, call: Call) -> None:
+        """Unload the adapters that an earlier stage server has left at an attached server."""
+        if not self._server.launched and "LoadAdapter" not in self._facts.unsupported:
+            await self._adapters.take_over(call)
 
     async def _prepare_adapter(self, request: verbs_pb2.PrepareUpdateRequest, call: Call) -> verbs_pb2.WeightsReport:
         self._check("LoadAdapter")

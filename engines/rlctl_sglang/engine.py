@@ -34,6 +34,7 @@ from rlctl.v1.common_pb2 import (
 from rlctl.v1.results_pb2 import RankResult
 from rlctl.v1.rollout_pb2 import GenerateRequest
 from rlctl.weights.group.network_interfaces import address_of
+from rlctl.weights.tensor.placement import host_id
 from rlctl.weights.tensor.tensors import to_proto
 from rlctl_sglang.options import parse_options, refuse_workers
 from rlctl_sglang.ranks.channel import ABSENT
@@ -112,8 +113,16 @@ class SGLangEngine(ServerEngine):
         routes = passing.routes(metrics=bool(facts.info.get("enable_metrics")))
         http_routes = [*routes, *self._options.data_routes] if is_unpaired else []
         self._adapters = Adapters(
-            self._control, self._state, self._checkpoints, self._requests, table, facts.info, self._ranks
+            self._control,
+            self._state,
+            self._checkpoints,
+            self._requests,
+            table,
+            facts.info,
+            self._ranks,
+            elsewhere=any(rank["host_id"] != host_id() for rank in facts.ranks),
         )
+        await self._take_over(self._start_call())
         # A probe would let an attached server answer other requests. A server of a pair answers no probe alone. A probe
         # does not come to all data-parallel ranks.
         probes = self._server.launched and facts.mode == "null" and facts.dp_ranks == 1

@@ -12,20 +12,11 @@ import sabotage_plugin
 import sglang_models
 from rlctl_sglang.options import Options, interpreter
 from server_stage import Driver
-from sglang_server import LOADER, serving
+from sglang_server import LOADER, LORA, serving
 
 from rlctl.contract.errors import RlctlError
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.sdk.blocking import Fleet
-
-LORA = {
-    "enable_lora": "true",
-    "lora_backend": "torch_native",
-    "max_lora_rank": "4",
-    "lora_target_modules": '["q_proj", "k_proj", "v_proj", "down_proj"]',
-    "max_loras_per_batch": "4",
-    "max_loaded_loras": "4",
-}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,9 +3,9 @@
 The environment variable SABOTAGE names a file with orders, ``KIND:NAME,...@RANK``: ``drop`` (a tensor is not placed),
 ``stale`` (none is), ``swap`` (two tensors change places), ``flip`` (a bit of a tensor changes after the commit),
 ``flip-shadow`` (a bit of a shadow copy changes after the seal), ``late-adapter`` (an adapter is loaded a second later),
-``no-adapter`` (it is not loaded), ``late-memory`` (a release or resume of memory ends a second later, and leaves the
-file "memory" beside the orders). By ``stale-decode`` decode steps of all ranks compute with weights of the server's
-start.
+``no-adapter`` (it is not loaded), ``other-host:FROM=TO`` (the rank is on a host that has at FROM what TO has here),
+``late-memory`` (a release or resume of memory ends a second later, and leaves the file "memory" beside the orders). By
+``stale-decode`` decode steps of all ranks compute with weights of the server's start.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from typing import Any
 
 def register() -> None:
     """Put the sabotage around rlctl's code in this rank."""
+    import msgspec
     import torch
-    from rlctl_servers.ranks import sabotage
+    from rlctl_servers.ranks import adapter_files, rank, sabotage
     from rlctl_servers.ranks.model import MemoryMap
     from rlctl_servers.ranks.staged_update import StagedUpdate
     from rlctl_sglang.ranks.model import SGLangModel
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.runtime_context import get_parallel
 
+    report, host_id = adapter_files.report, rank.host_id
     seal, stale_decode = StagedUpdate.seal, sabotage.for_decode
     place, finalize, now = MemoryMap.place, SGLangModel.finalize_load, Path(os.environ["SABOTAGE"])
 
@@ -71,6 +73,17 @@ def register() -> None:
             raise OSError("no such file, as the test wants it")
         load(*args)
 
+    def at_host(path: str) -> str:
+        kind, names = orders(torch.distributed.get_rank())  # also on the thread in the background
+        there, _, here = names[0].partition("=") if kind == "other-host" else ("", "", "")
+        return here if path == there else path
+
+    def loading(load: Callable[..., Any], self: Any, lora_ref: Any) -> Any:
+        return load(self, msgspec.structs.replace(lora_ref, lora_path=at_host(lora_ref.lora_path)))
+
+    def host() -> str:
+        return "elsewhere" if orders(get_parallel().tp_rank)[0] == "other-host" else host_id()
+
     def remembering(act: Callable[..., Any], *args: Any) -> Any:
         output = act(*args)
         kind, _ = orders(get_parallel().tp_rank)
@@ -80,9 +93,11 @@ def register() -> None:
         return output
 
     HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights", reading, HookType.AROUND)
+    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter", loading, HookType.AROUND)
     manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for method in ("release_memory_occupation", "resume_memory_occupation"):
         HookRegistry.register(f"{manager}.{method}", remembering, HookType.AROUND)
+    rank.host_id, adapter_files.report = host, lambda path: report(at_host(path))
     sabotage.for_decode = for_decode
     StagedUpdate.seal = sealing  # type: ignore[method-assign]
     MemoryMap.place, SGLangModel.finalize_load = placing, finishing  # type: ignore[method-assign]

@@ -37,6 +37,16 @@ def at_the_checkpoint(driver: Driver, tiny: tuple[Any, Path]) -> None:
     driver.tell(v.ContinueGenerationRequest())
 
 
+LORA = {
+    "enable_lora": "true",
+    "lora_backend": "torch_native",
+    "max_lora_rank": "4",
+    "lora_target_modules": '["q_proj", "k_proj", "v_proj", "down_proj"]',
+    "max_loras_per_batch": "4",
+    "max_loaded_loras": "4",
+}
+
+
 @contextlib.contextmanager
 def serving(tiny: tuple[Any, Path], loader: Path) -> Iterator[Driver]:
     """A server of one rank."""

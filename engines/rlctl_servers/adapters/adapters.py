@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import logging
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -56,10 +57,12 @@ from rlctl.weights.formats import lora
 from rlctl.weights.shards.load_hooks import refuse_draft
 from rlctl.weights.tensor.tensors import TensorMeta
 from rlctl_servers.adapters.from_tensors import SentAdapter
-from rlctl_servers.adapters.lora_table import Held, LoraTable
+from rlctl_servers.adapters.lora_table import Held, LoraTable, is_from_rlctl
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
 from rlctl_servers.updates.open_update import opened
+
+log = logging.getLogger(__name__)
 
 LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Last words of the linear layers that servers add to in every model. Embeddings, heads and experts are not tried."""
@@ -72,6 +75,9 @@ PAUSES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
 
 LOOK_S = 0.05
 
+LEAVING_S = 5.0
+"""Seconds that the unloads may take when the stage server ends."""
+
 
 @dataclass(frozen=True)
 class LoraLimits:
@@ -80,7 +86,7 @@ class LoraLimits:
     Attributes:
         rank: largest rank.
         targets: last words of the layers that adapters can add to.
-        most: number of adapters at which the server starts to drop serving adapters; 0: unlimited.
+        most: number of adapters at which the server starts to drop loaded adapters; 0: unlimited.
     """
 
     rank: int
@@ -128,6 +134,7 @@ class Adapters(abc.ABC):
         self._update: OpenAdapter | None = None
         self._left: list[str] = []
         """Names of adapters that the server still has loaded, closed to new requests."""
+        self._registered: set[str] = set()
         self._unloading = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -145,6 +152,14 @@ class Adapters(abc.ABC):
         """Unload an unused adapter. Return whether the server no longer has the name."""
 
     @abc.abstractmethod
+    async def registered(self, call: Call) -> set[str]:
+        """Return the names of the adapters that requests at the server can use, also of adapters of other clients."""
+
+    async def loaded(self, call: Call) -> set[str]:
+        """Return the names of the adapters that the server has loaded, at any rank."""
+        return await self.registered(call)
+
+    @abc.abstractmethod
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
         """Raise, naming ``field``, if this server ignores an adapter for these modules or computes it wrongly."""
 
@@ -156,6 +171,34 @@ class Adapters(abc.ABC):
     def listed(self) -> AdapterList:
         """Return the serving adapters, sorted by name."""
         return AdapterList(adapters=[adapter.info for _, adapter in sorted(self._table.by_name.items())])
+
+    async def take_over(self, call: Call) -> None:
+        """Unload the adapters that an earlier stage server has left at the server. Adapters of others stay.
+
+        Later sweeps repeat a failed unload. Raises as :meth:`Control.ask`.
+        """
+        earlier = {name for name in await self.loaded(call) if is_from_rlctl(name)}
+        if not earlier:
+            return
+        self._left += sorted(earlier)
+        await self._sweep()
+        remaining = sorted(earlier & await self.loaded(call))
+        if remaining:
+            log.warning(
+                "%s keeps adapters of an earlier stage server: requests use them, or a rank did not unload them: %s",
+                self._product,
+                ", ".join(remaining),
+            )
+
+    async def leave(self) -> None:
+        """Unload all adapters at a server that outlives this process. Files of adapters are removed afterwards."""
+        self._drop_staged()
+        for name in list(self._table.by_name):
+            self._left.append(self._table.drop(name).name)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._sweep(), LEAVING_S)
+        if self._left:
+            log.warning("%s keeps adapters of this stage server: %s", self._product, ", ".join(self._left))
 
     async def prepare(self, request: PrepareUpdateRequest, call: Call) -> WeightsReport:
         """Open an update; a repeat with the same id starts anew.
@@ -173,6 +216,7 @@ class Adapters(abc.ABC):
         if self._update is not None and self._update.update_id != call.update_id:
             raise Reason.UPDATE_IN_PROGRESS.error(f"update {self._update.update_id} is open")
         await self._sweep()
+        await self._count(call)
         sent_adapter = None
         if request.HasField("adapter_config"):
             self._refuse_config(request.adapter_config, "adapter_config")
@@ -237,6 +281,7 @@ class Adapters(abc.ABC):
         """Check the adapter at a path, and load it at the server."""
         self._drop_staged()
         await self._sweep()
+        await self._count(call)
         async with self._unloading:  # a sweep must not remove the adapter during its load
             await self._load(update, path, call, pinned=pinned)
 
@@ -380,10 +425,10 @@ class Adapters(abc.ABC):
                 f"the adapter has rank {config.lora_rank}, above the server's --max-lora-rank {limits.rank}",
                 field=field,
             )
-        count = len(self._table.by_name) + len(self._left)
+        count = len(self._registered.union(self._left, (held.name for held in self._table.by_name.values())))
         if limits.most and count >= limits.most:
             raise Reason.UNSUPPORTED.error(
-                f"{self._product} holds {count} adapters and would drop a serving adapter; see --max-loaded-loras",
+                f"{self._product} holds {count} adapters and would drop a loaded adapter; see --max-loaded-loras",
                 field="name",
                 next_step="Unload an adapter, or raise the limit: a new version needs a place beside the old version.",
             )
@@ -458,12 +503,18 @@ class Adapters(abc.ABC):
             self._left.append(self._update.staged.name)
             self._update.staged = None
 
+    async def _count(self, call: Call) -> None:
+        """Look which adapters the server has, if their number is limited: other clients may have loaded some."""
+        if self._limits.most:
+            self._registered = await self.registered(call)
+
     async def _sweep(self) -> None:
         """Unload adapters that are closed to new requests. The next sweep repeats a failed unload."""
         async with self._unloading:
-            for name in list(self._left):
-                if not self.stuck and not self._table.users(name) and await self.unload(name):
-                    self._left.remove(name)
+            free = [] if self.stuck else [name for name in self._left if not self._table.users(name)]
+            unloaded = zip(free, await asyncio.gather(*map(self.unload, free)), strict=True)
+            for name in [name for name, gone in unloaded if gone]:
+                self._left.remove(name)
 
     def sweep_soon(self) -> None:
         """Start a sweep in the background after a pause. Unloads were impossible during the pause."""

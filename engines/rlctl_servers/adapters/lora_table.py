@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 import threading
 from collections import Counter
@@ -12,6 +13,13 @@ from dataclasses import dataclass
 
 from rlctl.contract.errors import Reason
 from rlctl.v1.verbs_pb2 import Adapter
+
+_NAME = re.compile(r".*@.*#[0-9a-f]{8}-[1-9][0-9]*", re.DOTALL)
+
+
+def is_from_rlctl(name: str) -> bool:
+    """Return whether :meth:`LoraTable.new_name` of any stage server has made this name."""
+    return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of the form. A stage server does not drive ranks with a different number."""
 
 POLL = "Poll"

@@ -41,6 +41,7 @@ from rlctl.weights.tensor.bucket_cache import Announced
 from rlctl.weights.tensor.placement import device_id, host_id
 from rlctl.weights.tensor.tensors import TensorMeta, from_proto
 from rlctl.weights.tensor.work import Stop
+from rlctl_servers.ranks import adapter_files
 from rlctl_servers.ranks.background import Background
 from rlctl_servers.ranks.checks import checksum, refuse_check
 from rlctl_servers.ranks.model import Places, RankModel
@@ -100,6 +101,7 @@ class Rank:
             "CheckWeights": self._check,
             "SendWeights": self._send,
             "ListAdapters": self._list_adapters,
+            "InspectCheckpoint": self._inspect_adapter,
         }
         message = VERBS[verb].request()
         message.ParseFromString(request)
@@ -169,6 +171,10 @@ class Rank:
     def _list_adapters(self, request: v.ListAdaptersRequest, update_id: str, timeout_s: float) -> v.AdapterList:
         """Return the adapters that this rank has loaded, by the server's names."""
         return v.AdapterList(adapters=[v.Adapter(name=name) for name in self._model.adapters()])
+
+    def _inspect_adapter(self, request: v.InspectCheckpointRequest, update_id: str, timeout_s: float) -> Future[bytes]:
+        """Digest the files of an adapter, as this rank's host has them."""
+        return self._later(partial(adapter_files.report, request.model_path))
 
     # Groups.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlctl_servers.adapters import adapters
 from rlctl_servers.adapters.adapters import LAYERS, Fitting, LoraLimits
 from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.ranks import adapter_files
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.checkpoints import Checkpoints
@@ -42,11 +44,17 @@ class Adapters(adapters.Adapters):
         table: LoraTable,
         info: Mapping[str, Any],
         ranks: Ranks | None,
+        *,
+        elsewhere: bool = False,
     ) -> None:
-        """``info``: /server_info; ``ranks``: None for a server of one rank without rlctl's plug-in."""
+        """``info``: /server_info; ``ranks``: None for a server of one rank without rlctl's plug-in.
+
+        ``elsewhere``: a rank is not on this host, and may find other files at a path.
+        """
         super().__init__(PRODUCT, checkpoints, requests, table, limits_of(info))
         self._control = control
         self._ranks = ranks
+        self._elsewhere = elsewhere
         self._state = state
 
     @property
@@ -56,9 +64,24 @@ class Adapters(adapters.Adapters):
 
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
         body = {"lora_name": name, "lora_path": fitting.path, "pinned": pinned}
+        if self._ranks is not None and self._elsewhere:
+            await self._refuse_others(fitting.path, self._ranks, call)
         await self._control.must("/load_lora_adapter", body, call=call)
         if self._ranks is not None:
             await self._refuse_partial(name, self._ranks, call)
+            if self._elsewhere:
+                await self._refuse_others(fitting.path, self._ranks, call)
+
+    async def _refuse_others(self, path: str, ranks: Ranks, call: Call) -> None:
+        """Raise CHECKPOINT_MISMATCH if a rank finds other files at the path than this host has."""
+        here = await asyncio.to_thread(adapter_files.report, path)
+        others = [rank for rank, found in enumerate(await ranks.adapter_files(path, call)) if found != here]
+        if others:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"the host of rank {', '.join(map(str, others))} has another adapter at {path}",
+                field="path",
+                next_step="Copy the adapter to every node of the server, or use a directory that all share.",
+            )
 
     async def _refuse_partial(self, name: str, ranks: Ranks, call: Call) -> None:
         """Raise ENGINE_FAILED if a rank has not loaded the adapter. SGLang answers a load once rank 0 has loaded it.
@@ -80,6 +103,14 @@ class Adapters(adapters.Adapters):
             return False
         return True
 
+    async def registered(self, call: Call) -> set[str]:
+        models = await self._control.ask("/v1/models", call=call, admin=False)
+        return {str(card["id"]) for card in models["data"] if card.get("parent")}
+
+    async def loaded(self, call: Call) -> set[str]:
+        ranks = await self._ranks.adapters(call) if self._ranks is not None else []
+        return (await self.registered(call)).union(*ranks)
+
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
         """Raise UNSUPPORTED for an adapter that SGLang scales differently, or cannot put together."""
         if config.rslora:
@@ -90,12 +121,10 @@ class Adapters(adapters.Adapters):
 def limits_of(info: Mapping[str, Any]) -> LoraLimits:
     """Return the LoRA limits of a server from its /server_info."""
     targets = set(info.get("lora_target_modules") or ())
-    preloaded = len(info.get("lora_paths") or ())
-    limit = int(info.get("max_loaded_loras") or 0)
     return LoraLimits(
         rank=int(info.get("max_lora_rank") or 0),
         targets=LAYERS if "all" in targets else targets & LAYERS,
-        most=max(limit - preloaded, 1) if limit else 0,
+        most=int(info.get("max_loaded_loras") or 0),
     )
 
 

@@ -12,7 +12,7 @@ from rlctl_servers.updates.rank_calls import RankCalls
 from rlctl.contract.errors import Reason
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
-from rlctl.v1.verbs_pb2 import AdapterList, ListAdaptersRequest
+from rlctl.v1.verbs_pb2 import AdapterList, CheckpointReport, InspectCheckpointRequest, ListAdaptersRequest
 from rlctl_sglang.ranks.channel import ABSENT, ACTION, UNKNOWN_ACTION
 
 
@@ -23,6 +23,10 @@ class Ranks(RankCalls):
         """Return the names of the adapters that each rank has loaded, in order of the ranks."""
         answers = await self.each("ListAdapters", ListAdaptersRequest(), AdapterList, call)
         return [{adapter.name for adapter in answer.adapters} for answer in answers]
+
+    async def adapter_files(self, path: str, call: Call) -> list[CheckpointReport]:
+        """Return what each rank finds at the path of an adapter, in order of the ranks."""
+        return await self.each("InspectCheckpoint", InspectCheckpointRequest(model_path=path), CheckpointReport, call)
 
     async def caught_up(self, call: Call) -> None:
         """Wait until every rank has carried out the earlier calls to the server. SGLang answers some once rank 0 has.

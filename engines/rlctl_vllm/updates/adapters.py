@@ -101,6 +101,10 @@ class Adapters(adapters.Adapters):
             self._useless[self._paths.pop(name)] = now
         return True
 
+    async def registered(self, call: Call) -> set[str]:
+        models = await self._control.ask("/v1/models", call=call, admin=False)
+        return {str(card["id"]) for card in models["data"] if card.get("parent")}
+
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
         """Refuse nothing: vLLM takes all of the layers, and scales as PEFT does."""
 

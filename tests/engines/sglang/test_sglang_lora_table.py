@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rlctl_servers.adapters.adapters import LAYERS, OpenAdapter
-from rlctl_servers.adapters.lora_table import Held, LoraTable
+from rlctl_servers.adapters.lora_table import Held, LoraTable, is_from_rlctl
 from rlctl_sglang.state import State
 from rlctl_sglang.updates.adapters import Adapters, _refuse_parts, limits_of
 from waiting import eventually
@@ -32,6 +32,23 @@ def test_a_name_is_used_for_one_load_only() -> None:
 def test_a_later_stage_server_uses_other_names() -> None:
     """An attached server keeps the adapters of the stage server before."""
     assert held(LoraTable(), "math", "1").name != held(LoraTable(), "math", "1").name
+
+
+def test_the_names_of_any_stage_server_are_known_from_those_of_others() -> None:
+    table = LoraTable()
+    assert all(
+        is_from_rlctl(held(table, name, version).name) for name, version in (("math", "1"), ("a\nb", ""), ("@#", "#"))
+    )
+    others = (
+        "math",
+        "math@1",
+        "math@1#2",
+        "math@1#0123abcd-0",
+        "math@1#0123ABCD-1",
+        "math@1#0123abcd-1b",
+        "#0123abcd-1",
+    )
+    assert not any(map(is_from_rlctl, others))
 
 
 def test_a_sample_keeps_what_it_began_with() -> None:
