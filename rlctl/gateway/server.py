@@ -104,6 +104,7 @@ class GatewayServer:
         self.config = config
         self.address = ""
         self._runner: web.AppRunner | None = None
+        self._site: http_limits.Site | None = None
         self._keeper: Keeper | None = None
         self._denials = Denials()
         self._fleet: AsyncFleet | None = None
@@ -157,12 +158,12 @@ class GatewayServer:
             access_log=None,
             logger=_of_aiohttp,
             keepalive_timeout=http_limits.IDLE_S,
-            shutdown_timeout=config.drain_s,
+            shutdown_timeout=http_limits.CUT_S,
         )
         await self._runner.setup()
         context = None if config.tls is None else config.tls.server_context(mutual=False)
-        site = http_limits.Site(self._runner, host, port, share_port=config.share_port, ssl_context=context)
-        await site.start()
+        self._site = http_limits.Site(self._runner, host, port, share_port=config.share_port, ssl_context=context)
+        await self._site.start()
         bound: socket.socket = self._runner.addresses[0]
         self.address = join(host, bound[1])  # type: ignore[index]
         if config.warm:
@@ -189,9 +190,15 @@ class GatewayServer:
         if self._fleet is not None:
             await self._fleet.close()
 
+    async def _drain(self, _: web.Application) -> None:
+        """Wait for running requests. The listener is closed."""
+        if self._site is not None:
+            await self._site.drain(self.config.drain_s)
+
     def _application(self) -> web.Application:
         measured = [] if self._metrics is None else [self._metrics.request]
         app = web.Application(middlewares=[*measured, self._outermost], client_max_size=self.dialect.body_bytes)
+        app.on_shutdown.append(self._drain)
         added: set[tuple[str, str]] = set()
         router = self.config.router
         router_routes = [] if router is None else routed(self.dialect.routes, pairs=router.pairs)

@@ -8,6 +8,7 @@ Therefore a :class:`Guard` stands between each of aiohttp's connections and the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -24,6 +25,9 @@ WRITE_S = 60.0
 
 IDLE_S = 3600.0
 """Longest idle time of a connection: trainers return after a step."""
+
+CUT_S = 0.25
+"""``shutdown_timeout`` of a server with a drain of its own. aiohttp waits up to twice as long, and with 0 for ever."""
 
 BACKLOG = 4096
 """Connections that may wait for acceptance: a trainer sends its batch at once."""
@@ -49,6 +53,9 @@ class Site(web.BaseSite):
         self._host = host
         self._port = port
         self._share_port = share_port
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def name(self) -> str:
@@ -60,7 +67,7 @@ class Site(web.BaseSite):
         await super().start()
         make = self._runner.server
         assert make is not None
-        make.request_handler = _guarded(make.request_handler)
+        make.request_handler = self._counted(_guarded(make.request_handler))
         loop, shared = asyncio.get_running_loop(), self._share_port or None
         try:
             self._server = await loop.create_server(
@@ -75,6 +82,25 @@ class Site(web.BaseSite):
         except OSError as error:
             host = f"[{self._host}]" if ":" in self._host else self._host
             raise unbound(f"{host}:{self._port}", error) from None
+
+    async def drain(self, within_s: float) -> None:
+        """Wait until no handler runs, at most ``within_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+
+    def _counted(self, handle: _Handle) -> _Handle:
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            self._running += 1
+            self._idle.clear()
+            try:
+                return await handle(request)
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
+
+        return answer
 
 
 def _guarded(handle: _Handle) -> _Handle:

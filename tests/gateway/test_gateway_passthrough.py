@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -428,6 +429,40 @@ async def test_a_request_that_a_stage_may_have_begun_is_not_sent_to_it_again(
         assert (await ask(http))[0] == 200
         status, _, answer = await ask(http)
         assert (status, json.loads(answer)["error"]["reason"], len(ports["a"].requests)) == (503, "UNREACHABLE", 2)
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 3.0])
+async def test_a_request_that_outlasts_the_drain_is_cut(
+    both: Any, make_gateway: Callable[..., Any], drain_s: float
+) -> None:
+    fleet, ports = both
+    for port in ports.values():
+        port.answering = streaming(b"data: 1\n\n", asyncio.Event())
+    async with make_gateway(fleet, drain_s=drain_s) as (server, http), http.post("/generate", data=BODY) as response:
+        assert await response.content.readany() == b"data: 1\n\n"
+        began = time.monotonic()
+        await asyncio.wait_for(server.stop(), 10)
+        assert drain_s <= time.monotonic() - began < drain_s + 2.5
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+        await eventually(lambda: ports["a"].ended + ports["b"].ended == 1)
+
+
+async def test_a_gateway_ends_with_the_last_request_of_its_drain(both: Any, make_gateway: Callable[..., Any]) -> None:
+    fleet, ports = both
+    go_on = asyncio.Event()
+    for port in ports.values():
+        port.answering = streaming(b"data: 1\n\n", go_on, b"data: 2\n\n")
+    async with make_gateway(fleet, drain_s=60.0) as (server, http), http.post("/generate", data=BODY) as response:
+        assert await response.content.readany() == b"data: 1\n\n"
+        stopping = asyncio.ensure_future(server.stop())
+        await asyncio.sleep(0.5)
+        assert not stopping.done()
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await ask(http)
+        go_on.set()
+        assert await response.read() == b"data: 2\n\n"
+        await asyncio.wait_for(stopping, 10)
 
 
 async def test_sessions_stay_at_one_stage(both: Any, make_gateway: Callable[..., Any]) -> None:
