@@ -47,10 +47,9 @@ class Admin:
         self._paused = False
         self._dirty = ""
         self._update = ""
-        self._held = False  # paused by the open update
+        self._held = False  # paused by an update, which may have ended since
         self._flush = False  # requested by the writes of the update
         self._released = False  # some memory is released
-        self._due = False  # generation continues once all memory is back
         self._frozen = False  # paused in place, by name
         self._buckets = 0
         self._label: str | None = None
@@ -70,7 +69,7 @@ class Admin:
             raise Reason.FIELD_INVALID.error(f"mode must be one of {', '.join(_MODES)}", field="mode")
         await self._tell(verbs_pb2.PauseGenerationRequest(mode=_MODES[mode]))
         self._paused = True
-        self._held = self._due = False  # the pause is the caller's now
+        self._held = False  # the pause is the caller's now
         self._frozen = mode == "in_place"
         return {"message": "Generation paused successfully.", "status": "ok"}
 
@@ -91,7 +90,7 @@ class Admin:
         """Resume memory, and end the pause of an update that ended while memory was released."""
         report = await self._tell(verbs_pb2.ResumeMemoryRequest(tags=_tags(tags)))
         self._released = bool(report.released)
-        if self._due and not self._dirty:
+        if self._held and not self._update and not self._dirty:
             await self._resume()
 
     # Weights.
@@ -179,7 +178,7 @@ class Admin:
         )
         for index, shape in enumerate(shapes):
             assign(bucket.shapes.add(), "dims", shape, f"shapes[{index}]")
-        alone = not self._update and not self._paused
+        alone = not self._update and (self._held or not self._paused)
         if not self._update:
             await self._begin(abort_all_requests)
         bucket.sequence = self._buckets
@@ -218,15 +217,14 @@ class Admin:
 
     async def _begin(self, abort_all: bool) -> None:
         """Pause unless paused, and open an update. Refused while requests run."""
-        self._held = not self._paused
-        if self._held:
+        if not self._paused:
             if self._requests.active and not abort_all:
                 raise Reason.ACTIVE_REQUESTS.error(
                     f"{self._requests.active} requests are active", field="abort_all_requests"
                 )
             mode = common_pb2.PAUSE_MODE_ABORT if abort_all else common_pb2.PAUSE_MODE_RETRACT
             await self._tell(verbs_pb2.PauseGenerationRequest(mode=mode))
-            self._paused = True
+            self._paused = self._held = True
         self._update, self._buckets, self._label, self._flush = f"sidecar-{next(_ids)}", 0, None, True
         try:
             await self._tell(verbs_pb2.PrepareUpdateRequest(kind=verbs_pb2.UPDATE_KIND_FULL))
@@ -271,14 +269,13 @@ class Admin:
             await self._resume()
 
     async def _resume(self) -> None:
-        """End the update's own pause, or leave that to the resume of released memory."""
-        self._due = self._released
-        if not self._due:
+        """End an update's own pause, or leave that to the resume of released memory."""
+        if not self._released:
             await self._go_on()
 
     async def _go_on(self) -> None:
         await self._tell(verbs_pb2.ContinueGenerationRequest())
-        self._paused = self._due = self._frozen = False
+        self._paused = self._held = self._frozen = False
 
     def refuse_dirty(self) -> None:
         """Raise WEIGHTS_DIRTY while the weights are a mixture."""

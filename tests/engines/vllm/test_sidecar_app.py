@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,10 @@ TOLD = web.AppKey("told", list[str])
 """What it was told, in order."""
 
 
+HALF_LOADED = "half-loaded"
+"""In the path of a checkpoint that such a vLLM fails to load."""
+
+
 def keyed(key: str, model: str, *, without: str = "") -> web.Application:
     """A vLLM with admin calls, as far as the plug-in asks it when it attaches, whose models only a key shows.
     ``without``: a path that it does not have.
@@ -100,8 +105,11 @@ def keyed(key: str, model: str, *, without: str = "") -> web.Application:
             app.router.add_route("*", path, told)
 
     async def rpc(request: web.Request) -> web.Response:
-        method = (await request.json())["method"]
-        body = {"error": {"message": "no rlctl_call"}} if method == "rlctl_call" else {"results": [None]}
+        asked = await request.json()
+        fails = (
+            "no rlctl_call" if asked["method"] == "rlctl_call" else "CUDA error" if HALF_LOADED in str(asked) else ""
+        )
+        body = {"error": {"message": fails}} if fails else {"results": [None]}
         return web.json_response(body, status=500 if "error" in body else 200)
 
     @web.middleware
@@ -357,6 +365,19 @@ async def test_an_update_between_the_weights_and_the_kv_cache(
     assert status == 200, answer
     assert "/resume" not in told
     assert (await call("/resume_memory_occupation", tags=["kv_cache"]))[0] == 200
+    assert told[-1] == "/resume"
+
+
+async def test_the_update_after_one_that_failed_half_way_ends_its_pause(
+    driven: tuple[Callable[..., Any], list[str]], tiny: tuple[Any, Path]
+) -> None:
+    call, told = driven
+    half = shutil.copytree(tiny[1], tiny[1] / HALF_LOADED)  # a sidecar reads below its model
+    status, answer = await call("/update_weights_from_disk", model_path=str(half))
+    assert status != 200, answer
+    assert "half-way" in (await call("/continue_generation"))[1]["message"]
+    assert "/resume" not in told
+    assert (await call("/update_weights_from_disk", model_path=str(tiny[1])))[0] == 200
     assert told[-1] == "/resume"
 
 
