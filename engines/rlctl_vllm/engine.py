@@ -105,6 +105,7 @@ class VLLMEngine(ServerEngine):
         self._adapters = Adapters(
             self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
         )
+        await self._take_over(self._start_call())
         self._readable = bool(digest)
         # At an attached server, requests of other callers would be answered while a probe lifts the pause.
         self._prober = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ def attached(lent: Driver, options: dict[str, str]) -> Driver:
 def call(lent: Driver, path: str, **body: Any) -> Any:
     """What a client says to the server itself."""
     http = lent.engine._server.http
-    answer = lent.admin.submit(http.call(path, body or None, timeout_s=60, admin="adapter" in path)).result(70)
+    answer = lent.admin.submit(http.call(path, body or None, timeout_s=60, admin=not path.startswith("/v1"))).result(70)
     assert answer.ok, answer.message
     return answer.body
 
@@ -100,6 +102,43 @@ def test_adapters_of_an_earlier_stage_server_are_unloaded_at_every_rank(
     finally:
         first.stop()
         call(lent, "/unload_lora_adapter", lora_name="theirs@1")
+    assert names(lent) == [set()] * 3
+
+
+def test_adapters_in_use_are_named_and_unloaded_later(
+    lent: Driver,
+    options: dict[str, str],
+    tiny: tuple[Any, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = save(tmp_path / "math", lora(tiny[0], 5))
+    first = attached(lent, options)
+    try:
+        load(first, "math", path)
+        (name,) = names(lent)[0]
+        http = lent.engine._server.http
+        settings = {"max_new_tokens": 400, "ignore_eos": True}
+        body = {"input_ids": [1, 2, 3], "lora_path": name, "sampling_params": settings}
+        running = lent.admin.submit(http.call("/generate", body, timeout_s=120, admin=False))
+        while not lent.tell(v.GetLoadsRequest()).running:
+            time.sleep(0.05)
+        monkeypatch.setattr("rlctl_sglang.updates.adapters.UNLOAD_S", 0.5)
+        with caplog.at_level(logging.WARNING):
+            again = attached(lent, options)
+        try:
+            assert name in caplog.text
+            assert "requests use them" in caplog.text
+            assert not running.done()
+            call(lent, "/abort_request", abort_all=True)
+            running.result(120)
+            load(again, "math", path)
+            assert name not in set().union(*names(lent))
+        finally:
+            again.stop()
+    finally:
+        first.stop()
     assert names(lent) == [set()] * 3
 
 

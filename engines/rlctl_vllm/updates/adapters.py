@@ -19,7 +19,7 @@ from typing import Any
 
 from rlctl_servers.adapters import adapters
 from rlctl_servers.adapters.adapters import LAYERS, Fitting, LoraLimits
-from rlctl_servers.adapters.lora_table import LoraTable
+from rlctl_servers.adapters.lora_table import LoraTable, is_from_rlctl
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.updates.checkpoints import Checkpoints, digest_of
@@ -32,6 +32,9 @@ from rlctl.weights.formats import lora
 from rlctl_vllm.options import PRODUCT
 
 UNLOAD_S = 10.0
+
+COPIES = "rlctl-adapters-"
+"""Beginning of the names of the copies' directories."""
 
 KEPT_S = 60.0
 """Seconds that a copy outlives its name, because vLLM may still be ending requests with the adapter."""
@@ -56,14 +59,23 @@ class Adapters(adapters.Adapters):
         """
         super().__init__(PRODUCT, checkpoints, requests, table, limits_of(config or {}))
         self._control = control
-        self._copies = tempfile.TemporaryDirectory(dir=place, prefix="rlctl-adapters-")
+        self._place = place
         self._paths: dict[str, Path] = {}
         self._useless: dict[Path, float] = {}
         """Copies without a name at vLLM, with the time of the unload."""
 
     def close(self) -> None:
+        """Remove the copies, unless an attached server still has a name for one. Without its files vLLM would end."""
         super().close()
-        self._copies.cleanup()
+        for path in [*self._useless, *(self._paths.values() if self._place is not None else ())]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    async def take_over(self, call: Call) -> None:
+        """Unload the adapters of an earlier stage server. Their copies are then removed like the own copies."""
+        for name, root in (await self._registered_at(call)).items():
+            if is_from_rlctl(name) and root.name.startswith(COPIES) and root.parent == Path(tempfile.gettempdir()):
+                self._paths[name] = root
+        await super().take_over(call)
 
     @property
     def stuck(self) -> bool:
@@ -102,11 +114,14 @@ class Adapters(adapters.Adapters):
         return True
 
     async def registered(self, call: Call) -> set[str]:
-        models = await self._control.ask("/v1/models", call=call, admin=False)
-        return {str(card["id"]) for card in models["data"] if card.get("parent")}
+        return set(await self._registered_at(call))
 
     def refuse(self, config: AdapterConfig, modules: Collection[str], field: str) -> None:
         """Refuse nothing: vLLM takes all of the layers, and scales as PEFT does."""
+
+    async def _registered_at(self, call: Call) -> dict[str, Path]:
+        models = await self._control.ask("/v1/models", call=call, admin=False)
+        return {str(card["id"]): Path(card["root"]) for card in models["data"] if card.get("parent")}
 
     def _copy(self, fitting: Fitting) -> Path:
         """Return a copy of the checked tensors, with the checked config as PEFT writes it.
@@ -115,7 +130,7 @@ class Adapters(adapters.Adapters):
         """
         copy: Path | None = None
         try:
-            copy = Path(tempfile.mkdtemp(dir=self._copies.name))
+            copy = Path(tempfile.mkdtemp(dir=self._place, prefix=COPIES))
             (copy / lora.CONFIG).write_text(json.dumps(lora.to_peft(fitting.config)))
             shutil.copyfile(Path(fitting.path) / lora.TENSORS, copy / lora.TENSORS)
             _, stored = lora.open_adapter(str(copy))
@@ -131,7 +146,7 @@ class Adapters(adapters.Adapters):
                 shutil.rmtree(copy, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            action = f"{fitting.path} cannot be copied to {self._copies.name}"
+            action = f"{fitting.path} cannot be copied to {self._place or tempfile.gettempdir()}"
             lack = exhausted(error, action, "path")
             raise lack or Reason.CHECKPOINT_NOT_FOUND.error(f"{action}: {error}", field="path") from error
         return copy
