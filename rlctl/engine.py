@@ -141,7 +141,8 @@ class HttpRequest:
 
     Attributes:
         target: path and query, unchanged.
-        headers: without headers of the connection and without credentials.
+        headers: names and values in their order, without headers of the connection and without credentials. A name may
+            be repeated.
         body: unchanged bytes.
         document: the body as JSON; None if the body is not JSON.
         gated: as in the route.
@@ -149,7 +150,7 @@ class HttpRequest:
 
     method: str
     target: str
-    headers: Mapping[str, str]
+    headers: Sequence[tuple[str, str]]
     body: bytes = b""
     document: object = None
     gated: bool = True

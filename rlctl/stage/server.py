@@ -231,11 +231,13 @@ class StageServer:
         return await self._rollout.start(self.config.rollout_listen)
 
     async def _stop_rollout(self, grace_s: float) -> None:
+        stops = []
         if self._rollout is not None and self._generation is not None:
             self._generation.close()
-            await self._rollout.stop(grace_s)
+            stops.append(self._rollout.stop(grace_s))
         if self._data_port is not None:
-            await self._data_port.stop()
+            stops.append(self._data_port.stop(grace_s))
+        await asyncio.gather(*stops)
 
     async def _start_data_port(self, routes: Sequence[HttpRoute]) -> str:
         from rlctl.stage.data_port.server import DataPort  # aiohttp is installed with server engines only

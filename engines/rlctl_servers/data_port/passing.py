@@ -114,7 +114,7 @@ class _Exchange(HttpExchange):
     def _sent(self, request: HttpRequest) -> Callable[[], Awaitable[Response]]:
         """Return the call that sends the request, with the fields and headers of the reading."""
         reading = self._reading
-        headers = list(request.headers.items())
+        headers = list(request.headers)
         if reading.headers:
             replaced = {name.lower() for name in reading.headers}
             headers = [pair for pair in headers if pair[0].lower() not in replaced]

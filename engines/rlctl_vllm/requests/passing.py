@@ -108,7 +108,7 @@ class Reader:
 
     def _identify(self, request: HttpRequest, document: Mapping[str, Any], reading: Reading) -> None:
         """Put the ids into the reading by which vLLM can end the request."""
-        header_rid = next((value for name, value in request.headers.items() if name.lower() == _HEADER.lower()), "")
+        header_rid = next((value for name, value in request.headers if name.lower() == _HEADER.lower()), "")
         body_rid = text_field(document, "request_id")
         rid = header_rid or body_rid or secrets.token_hex(16)
         if header_rid or not body_rid:

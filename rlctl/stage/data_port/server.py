@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -49,6 +50,9 @@ ANSWER_S = 3600.0
 
 OPEN_S = 60.0
 """Longest silence of the engine at a route without the gate, in seconds."""
+
+LAST_S = 0.5
+"""Longest time in which clients receive the error of their requests when the stage ends, in seconds."""
 
 _HEALTH = ("/health", "/health_generate", "/ready")
 """Answered by the gate: health checks for a proxy in front of the stages."""
@@ -101,8 +105,11 @@ class DataPort:
         self._insecure = insecure
         self._admission = Admission(serving, clock)
         self._ongoing = Ongoing(serving, clock)
+        self._waiting: set[OngoingRequest] = set()
         self._bodies = Bodies(BODY_BYTES)
+        self._ends = False
         self._runner: web.AppRunner | None = None
+        self._site: http_limits.Site | None = None
         self._routes: list[str] = []
 
     async def start(self, listen: str, routes: Iterable[HttpRoute]) -> str:
@@ -123,16 +130,23 @@ class DataPort:
             access_log=None,
             logger=_of_aiohttp,
             keepalive_timeout=http_limits.IDLE_S,
-            shutdown_timeout=0,
+            shutdown_timeout=http_limits.CUT_S,
         )
         await self._runner.setup()
         context = None if self._tls is None else self._tls.server_context(mutual=True)
-        await http_limits.Site(self._runner, host, port, ssl_context=context).start()
+        self._site = http_limits.Site(self._runner, host, port, ssl_context=context)
+        await self._site.start()
         return join(host, self._runner.addresses[0][1])
 
-    async def stop(self) -> None:
-        """End running requests and close the listener."""
-        if self._runner is not None:
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new and waiting requests, let forwarded ones finish within ``grace_s`` seconds, and end the rest."""
+        self._ends = True
+        for waiting in self._waiting:
+            waiting.cut(_ending())
+        if self._site is not None and self._runner is not None:
+            await self._site.drain(grace_s)
+            self._ongoing.cut(_ending())
+            await self._site.drain(LAST_S)
             await self._runner.cleanup()
 
     @web.middleware
@@ -140,6 +154,8 @@ class DataPort:
         try:
             if self._tls is not None:
                 self._refuse_peer(self._tls, request)
+            if self._ends:
+                raise _ending()
             if request.path not in _HEALTH:
                 self._admit(request)
             return await handler(request)
@@ -188,7 +204,8 @@ class DataPort:
         """Forward a request with an answer that does not depend on the weights."""
         self._serving()
         with closing(Body(request, self._bodies)) as body:
-            exchange = await self._engine().exchange(await self._read(request, body, gated=False))
+            with self._wait():
+                exchange = await self._engine().exchange(await self._read(request, body, gated=False))
             with closing(exchange):
                 head = await _in_time(exchange.begin)
                 body.close()  # the engine has read the body
@@ -198,7 +215,7 @@ class DataPort:
         """Forward a request that the engine computes with its weights."""
         standing = Standing(self._access, lambda: self._admit(request))  # admitted just now
         with self._quotas.places(), closing(Body(request, self._bodies)) as body:
-            exchange, serving = await self._admitted(request, await self._read(request, body, gated=True))
+            exchange, serving = await self._admitted(request, body)
             ongoing = self._ongoing.begin(self._clock.now() + ANSWER_S, exchange.adapter)
             try:
                 with closing(exchange):
@@ -209,27 +226,46 @@ class DataPort:
             finally:
                 self._ongoing.end(ongoing)
 
-    async def _admitted(self, request: web.Request, passed: HttpRequest) -> tuple[HttpExchange, Serving]:
+    async def _admitted(self, request: web.Request, body: Body) -> tuple[HttpExchange, Serving]:
         """Return the request as read by the engine, once the gate has admitted it."""
         min_version, wait_s = _number(request, MIN_VERSION, 0), _number(request, WAIT, WAIT_S)
-        while True:
-            engine = self._engine()
-            exchange = await engine.exchange(passed)
-            serving = await self._admission.admit(
-                min(wait_s, MOST_WAIT_S),
-                model=exchange.model,
-                min_version_seq=int(min_version),
-                adapter=exchange.adapter,
-            )
-            if self._engine() is engine:  # otherwise the engine was restarted meanwhile
-                return exchange, serving
+        with self._wait():
+            passed = await self._read(request, body, gated=True)
+            while True:
+                engine = self._engine()
+                exchange = await engine.exchange(passed)
+                serving = await self._admission.admit(
+                    min(wait_s, MOST_WAIT_S),
+                    model=exchange.model,
+                    min_version_seq=int(min_version),
+                    adapter=exchange.adapter,
+                )
+                if self._engine() is engine:  # otherwise the engine was restarted meanwhile
+                    return exchange, serving
+
+    @contextmanager
+    def _wait(self) -> Iterator[None]:
+        """Wait before a request is forwarded. Raises STAGE_NOT_SERVING once the stage ends."""
+        if self._ends:
+            raise _ending()
+        waiting = OngoingRequest(self._serving, self._clock, math.inf, "")
+        self._waiting.add(waiting)
+        try:
+            with waiting:
+                yield
+        finally:
+            self._waiting.discard(waiting)
 
     async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpRequest:
         data = await body.read()
         document = await self._bodies.parse(data) if data and not data.isspace() else None
         passed = end_to_end(request.headers, _NOT_PASSED)
-        headers = {name: value for name, value in passed if not name.lower().startswith(_OWN)}
+        headers = [(name, value) for name, value in passed if not name.lower().startswith(_OWN)]
         return HttpRequest(request.method, _target(request), headers, data, document, gated)
+
+
+def _ending() -> RlctlError:
+    return Reason.STAGE_NOT_SERVING.error("the stage ends")
 
 
 def _route(request: web.Request) -> str:

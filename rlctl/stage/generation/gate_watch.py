@@ -46,6 +46,11 @@ class Ongoing:
         if request.limit is not None:
             request.limit.cancel()
 
+    def cut(self, error: RlctlError) -> None:
+        """End the present waits of all requests with an error."""
+        for request in self._requests:
+            request.cut(error)
+
     def _look(self) -> None:
         serving = self._serving()
         refusals = {

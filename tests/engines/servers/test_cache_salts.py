@@ -119,7 +119,7 @@ class World:
         self.stamps.label = Stamps.of(TWO)
 
     def read(self, path: str, **document: Any) -> Any:
-        return self._port.read(HttpRequest("POST", path, {}, json.dumps(document).encode(), document))
+        return self._port.read(HttpRequest("POST", path, (), json.dumps(document).encode(), document))
 
     async def passed(self, path: str, **document: Any) -> dict[str, Any]:
         """The body that the server gets for one of the data port."""
@@ -181,7 +181,7 @@ async def test_a_request_that_waits_through_an_update_has_the_new_salt(product: 
 async def test_the_rest_of_a_body_stays_byte_for_byte(product: str) -> None:
     world = World(product)
     body = b'{ "prompt":"\\u0031" ,"temperature":1.00}  '
-    exchange = world._port.read(HttpRequest("POST", ROUTES[product], {}, body, json.loads(body)))
+    exchange = world._port.read(HttpRequest("POST", ROUTES[product], (), body, json.loads(body)))
     assert (await whole(exchange)).startswith(body.rstrip()[:-1])
 
 

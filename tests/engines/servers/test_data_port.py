@@ -52,7 +52,7 @@ class Engine:
         self.name = name
 
     async def exchange(self, request: HttpRequest) -> HttpExchange:
-        text = f"{self.name} {request.target} {request.path} {sorted(request.headers)}"
+        text = f"{self.name} {request.target} {request.path} {sorted(name for name, _ in request.headers)}"
         return Pieces("text/plain", once(text.encode()))
 
 
@@ -123,6 +123,25 @@ async def test_a_request_without_a_certain_end_is_refused(name: str) -> None:
         assert not read
     finally:
         await port.stop()
+
+
+async def test_the_engine_gets_repeated_headers_in_their_order(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[tuple[str, str]] = []
+
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine
+        got.extend(request.headers)
+        return Pieces("text/plain", once(b"x"))
+
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    repeated = [("X-A", "1"), ("X-B", "2"), ("X-A", "3"), ("X-A", "1")]
+    headers = CIMultiDict([*repeated, ("Authorization", "Bearer secret")])
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{world.url}/generate", data=b"{}", headers=headers) as response,
+    ):
+        assert response.status == 200
+    assert [pair for pair in got if pair[0] in ("X-A", "X-B")] == repeated
 
 
 async def test_headers_of_the_connection_stop_at_the_port(world: World) -> None:
@@ -245,6 +264,134 @@ async def test_a_request_without_the_gate_ends_when_the_engine_is_silent(
         assert port._bodies.room.used == 0
     finally:
         await port.stop()
+
+
+class Counted(Pieces):
+    """An answer that counts in ``open`` until it is closed."""
+
+    open = 0
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None], *, begins: bool = True) -> None:
+        super().__init__("text/event-stream", pieces)
+        self._begins = begins
+        Counted.open += 1
+
+    async def begin(self) -> HttpHead:
+        if not self._begins:
+            await asyncio.sleep(60)
+        return await super().begin()
+
+    def close(self) -> None:
+        Counted.open -= 1
+
+
+ENDS = [HttpRoute("POST", "/generate"), HttpRoute("POST", "/tokenize", gated=False)]
+
+
+@pytest.fixture
+async def ending(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[World, DataPort, asyncio.Event]]:
+    """A port with an engine that sends one event, and a second one after the event."""
+    world, go_on = World(), asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        await go_on.wait()
+        yield b"data: 2\n\n"
+
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine
+        return Counted(pieces(), begins=not request.target.endswith("?silent"))
+
+    monkeypatch.setattr(Counted, "open", 0)
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    port = DataPort(lambda: world.engine, world.serving, SystemClock())
+    world.url = f"http://{await port.start('127.0.0.1:0', ENDS)}"
+    yield world, port, go_on
+    await port.stop()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
+async def test_a_forwarded_request_finishes_within_the_grace_and_no_further_one_is_accepted(
+    ending: Any, path: str
+) -> None:
+    world, port, go_on = ending
+    async with aiohttp.ClientSession() as session, session.post(world.url + path, json={}) as response:
+        assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+        stopping = asyncio.create_task(port.stop(30.0))
+        await asyncio.sleep(0.05)
+        for refused_path, method in ((path, "POST"), ("/health", "GET")):
+            refused = await post(session, world.url + refused_path, {} if method == "POST" else None, method=method)
+            assert (refused.status, refused.headers.get(REASON)) == (503, "STAGE_NOT_SERVING")
+            assert json.loads(refused.body)["error"]["cause"] == "the stage ends"
+        assert not stopping.done()
+        go_on.set()
+        assert await response.read() == b"data: 2\n\n"
+    await asyncio.wait_for(stopping, 5)
+    assert Counted.open == 0
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.3])
+async def test_a_forwarded_request_ends_with_an_error_and_at_the_engine_after_the_grace(
+    ending: Any, grace_s: float
+) -> None:
+    world, port, _ = ending
+    async with aiohttp.ClientSession() as session, session.post(f"{world.url}/generate", json={}) as response:
+        assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+        silent = asyncio.create_task(post(session, f"{world.url}/generate?silent", {}))
+        await eventually(lambda: Counted.open == 2)
+        rest = asyncio.create_task(response.content.readuntil(b"\n\n"))
+        began = time.monotonic()
+        await port.stop(grace_s)
+        assert grace_s <= time.monotonic() - began < grace_s + 2
+        assert Counted.open == 0
+        last = await rest
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["reason"], error["cause"]) == ("STAGE_NOT_SERVING", "the stage ends")
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+        refused = await silent
+        assert (refused.status, refused.headers.get(REASON)) == (503, "STAGE_NOT_SERVING")
+
+
+async def test_a_request_before_the_engine_is_refused_when_the_port_ends(ending: Any) -> None:
+    """It waits for the gate, or for its body."""
+    world, port, _ = ending
+    world.gate.put(state=STAGE_STATE_PAUSED)
+    never_set = asyncio.Event()
+
+    async def slowly() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        await never_set.wait()
+
+    async def late_body(session: aiohttp.ClientSession) -> tuple[int, str | None]:
+        async with session.post(world.url + "/generate", data=slowly()) as response:
+            return response.status, response.headers.get(REASON)
+
+    async with aiohttp.ClientSession() as session:
+        waiting = asyncio.create_task(post(session, world.url + "/generate", {}))
+        late = asyncio.create_task(late_body(session))
+        await eventually(lambda: len(port._waiting) == 2)
+        await asyncio.wait_for(port.stop(30.0), 5)
+        refused = await waiting
+        assert (refused.status, refused.headers.get(REASON)) == (503, "STAGE_NOT_SERVING")
+        assert await late == (503, "STAGE_NOT_SERVING")
+
+
+async def test_a_caller_that_reads_nothing_does_not_hold_the_end(ending: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def much() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield bytes(1 << 20)
+
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine, request
+        return Counted(much())
+
+    world, port, _ = ending
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    async with aiohttp.ClientSession() as session, session.post(world.url + "/generate", json={}):
+        await asyncio.sleep(0.3)
+        await asyncio.wait_for(port.stop(0.2), 5)
+        await eventually(lambda: not Counted.open)
 
 
 async def test_an_answer_ends_with_the_token_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,7 +624,7 @@ async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back(
     reader = passing.Reader(Limits(100, 512, 500), "base")
     port = Passing(server, reader, requests, stamps, table)  # type: ignore[arg-type]
     document = {"text": "1", "lora_path": "policy", "rid": "mine"}
-    exchange = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
+    exchange = port.read(HttpRequest("POST", "/generate", (), json.dumps(document).encode(), document))
     assert exchange.adapter == "policy"
     with closing(exchange):
         body = (await exchange.begin()).body
@@ -485,7 +632,7 @@ async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back(
     assert b'"lora_path":"policy","rid":"4:mine","extra_key":"' in body
     assert (server.users, table.users("policy@2#1"), requests.active) == (1, 0, 0)
     table.drop("policy")
-    late = port.read(HttpRequest("POST", "/generate", {}, json.dumps(document).encode(), document))
+    late = port.read(HttpRequest("POST", "/generate", (), json.dumps(document).encode(), document))
     with pytest.raises(RlctlError) as gone:
         await late.begin()
     assert gone.value.reason is Reason.ADAPTER_NOT_FOUND
@@ -543,7 +690,7 @@ async def streamed(requests: Requests, *first: bytes) -> AsyncIterator[asyncio.T
 
     async with serving(serve) as (http, _):
         port = Passing(http, passing.Reader(Limits(100, 512, 500), "base"), requests, Stamps("default"), table)
-        exchange = port.read(HttpRequest("POST", "/generate", {}, json.dumps(GRAMMAR).encode(), GRAMMAR))
+        exchange = port.read(HttpRequest("POST", "/generate", (), json.dumps(GRAMMAR).encode(), GRAMMAR))
         with closing(exchange):
             assert (await exchange.begin()).body is None
             reading = asyncio.ensure_future(exchange.read())

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 from passing_suite import Gate
 from raw_server import OK, Serve, serving
 from rlctl_servers.adapters.lora_table import LoraTable
@@ -244,6 +245,18 @@ async def test_documents_are_passed_on_byte_for_byte(status: int, head: bytes, b
             async with world.post() as response:
                 assert (response.status, await response.read()) == (status, b'{ "a": 1.00 }\n')
                 assert (response.headers["Content-Length"], REASON in response.headers) == ("14", False)
+
+
+async def test_the_server_gets_repeated_headers_in_their_order_and_one_id() -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: int) -> None:
+        writer.write(OK)
+
+    sent = CIMultiDict([("X-A", "1"), ("X-Request-Id", "a"), ("X-A", "2"), ("X-Request-Id", "b")])
+    async with made(serve) as world:
+        async with world.session.post(world.url + ROUTE, json={"prompt": [1]}, headers=sent) as response:
+            assert response.status == 200
+        lines = world.heads[0].decode().split("\r\n")
+    assert [line for line in lines if line.startswith("X-")] == ["X-A: 1", "X-A: 2", "X-Request-Id: a"]
 
 
 async def test_an_answer_without_a_body_has_none() -> None:

@@ -22,7 +22,7 @@ SCHEMA = {"json_schema": "{}"}
 
 
 def read(path: str, document: dict[str, Any]) -> Any:
-    return READER.read(HttpRequest("POST", path, {}, json.dumps(document).encode(), document))
+    return READER.read(HttpRequest("POST", path, (), json.dumps(document).encode(), document))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_would_harm_sglang_is_refused(path: str, document: dict[str, Any], 
 def test_sglang_gets_no_adapter_but_that_of_the_gate(
     path: str, document: dict[str, Any], adapter: str, model: str | None
 ) -> None:
-    request = HttpRequest("POST", path, {}, json.dumps(document).encode(), document)
+    request = HttpRequest("POST", path, (), json.dumps(document).encode(), document)
     reading = READER.read(request)
     assert reading.adapter == adapter
     sent = json.loads(overridden(request.body, reading.fields))
@@ -146,7 +146,7 @@ async def test_an_engine_that_does_not_run_sends_clients_to_another_stage(
     if failed:
         engine._failed(Reason.ENGINE_FAILED.error("SGLang ended with -9"))
     with pytest.raises(RlctlError) as caught:
-        await engine.exchange(HttpRequest("POST", "/generate", {}))
+        await engine.exchange(HttpRequest("POST", "/generate", ()))
     assert (caught.value.reason, caught.value.http_status) == (Reason.STAGE_NOT_SERVING, 503)
     assert ("SGLang ended with -9" if failed else "not started") in caught.value.message
     await engine.stop()
