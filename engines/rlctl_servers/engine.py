@@ -161,9 +161,11 @@ class ServerEngine(Engine):
         serves = self._ready and self._failure is None
         self._failure = self._failure or Reason.STAGE_NOT_SERVING.error("the engine was stopped")
         self._checkpoints.stop()
-        if serves and not self._server.launched and "LoadAdapter" not in self._facts.unsupported:
-            await self._adapters.leave()
-        await self._server.stop()
+        try:
+            if serves and not self._server.launched and "LoadAdapter" not in self._facts.unsupported:
+                await self._adapters.leave()
+        finally:
+            await self._server.stop()
 
     def can_restart(self) -> bool:
         """Return whether the server was launched. An attached server cannot be started again."""

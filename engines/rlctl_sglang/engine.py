@@ -294,9 +294,9 @@ class SGLangEngine(ServerEngine):
         """End a launched server, and the calls that wait for the server."""
         if self._first is not None:
             self._first.close()
+        await super().stop()
         if self._ready:
             self._adapters.close()
-        await super().stop()
 
     # Generation and what stops it.
 

@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 
 START_CALL_S = 120.0
 
+BUSY_S = 1.0
+"""Longest wait for the number of requests when the stage server ends, in seconds."""
+
 STORES = "reset_external=true"
 """Query of a flush that also empties stores of KV entries, where possible."""
 
@@ -211,9 +214,18 @@ class VLLMEngine(ServerEngine):
 
     async def stop(self) -> None:
         """End a launched server, and everything that waits for the server."""
+        busy = self._ready and self._failure is None and not self._server.launched and await self._has_requests()
         await super().stop()
         if self._ready:
-            self._adapters.close()
+            self._adapters.close(busy=busy)
+
+    async def _has_requests(self) -> bool:
+        """Return True also if vLLM does not say so in time."""
+        try:
+            loads = await self._loads(Call("stop", asyncio.get_running_loop().time() + BUSY_S))
+        except RlctlError:
+            return True
+        return bool(loads.running or loads.waiting)
 
     @property
     def http(self) -> Http:

@@ -120,7 +120,8 @@ def test_adapters_in_use_are_named_and_unloaded_later(
         (name,) = names(lent)[0]
         http = lent.engine._server.http
         settings = {"max_new_tokens": 400, "ignore_eos": True}
-        body = {"input_ids": [1, 2, 3], "lora_path": name, "sampling_params": settings}
+        prompts = [[1, 2, number] for number in range(32)]  # the attach must not outlast them
+        body = {"input_ids": prompts, "lora_path": name, "sampling_params": settings}
         running = lent.admin.submit(http.call("/generate", body, timeout_s=120, admin=False))
         while not lent.tell(v.GetLoadsRequest()).running:
             time.sleep(0.05)

@@ -75,8 +75,8 @@ PAUSES = (PAUSE_MODE_ABORT, PAUSE_MODE_DRAIN)
 
 LOOK_S = 0.05
 
-LEAVING_S = 5.0
-"""Seconds that the unloads may take when the stage server ends."""
+LEAVING_S = 3.0
+"""Seconds that the unloads may take when the stage server ends, which gives its engine 5 s."""
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,10 @@ class Adapters(abc.ABC):
                 f"the adapter has rank {config.lora_rank}, above the server's --max-lora-rank {limits.rank}",
                 field=field,
             )
-        count = len(self._registered.union(self._left, (held.name for held in self._table.by_name.values())))
+        names = self._registered.union(self._left, (held.name for held in self._table.by_name.values()))
+        if self._update is not None and self._update.staged is not None:
+            names.discard(self._update.staged.name)  # an update that starts anew drops it
+        count = len(names)
         if limits.most and count >= limits.most:
             raise Reason.UNSUPPORTED.error(
                 f"{self._product} holds {count} adapters and would drop a loaded adapter; see --max-loaded-loras",

@@ -30,6 +30,10 @@ silently (``normalize_qkv_proj`` and ``normalize_gate_up_proj`` in ``srt/lora/lo
 """
 
 UNLOAD_S = 10.0
+"""Seconds that a sweep waits for an unload."""
+
+WAIT_S = 3600.0
+"""Longest time of an unload at SGLang, in seconds: longer than any request."""
 
 
 class Adapters(adapters.Adapters):
@@ -56,6 +60,13 @@ class Adapters(adapters.Adapters):
         self._ranks = ranks
         self._elsewhere = elsewhere
         self._state = state
+        self._unloads: dict[str, asyncio.Task[bool]] = {}
+        """Unloads without an answer: SGLang waits for the requests with the adapter, and loads no other meanwhile."""
+
+    def close(self) -> None:
+        super().close()
+        for task in self._unloads.values():
+            task.cancel()
 
     @property
     def stuck(self) -> bool:
@@ -64,6 +75,11 @@ class Adapters(adapters.Adapters):
 
     async def read(self, name: str, fitting: Fitting, pinned: bool, call: Call) -> None:
         body = {"lora_name": name, "lora_path": fitting.path, "pinned": pinned}
+        if self._unloads:
+            raise Reason.ACTIVE_REQUESTS.error(
+                f"SGLang first unloads {', '.join(self._unloads)}, and waits for requests of other clients with them",
+                next_step="Wait for these requests, or end them at SGLang.",
+            )
         if self._ranks is not None and self._elsewhere:
             await self._refuse_others(fitting.path, self._ranks, call)
         await self._control.must("/load_lora_adapter", body, call=call)
@@ -96,9 +112,17 @@ class Adapters(adapters.Adapters):
             )
 
     async def unload(self, name: str) -> bool:
-        """Unload a name at SGLang. An unknown name counts as unloaded."""
+        """Unload a name at SGLang, or wait for an unload that began earlier. An unknown name counts as unloaded."""
+        task = self._unloads.get(name)
+        if task is None:
+            task = self._unloads[name] = asyncio.create_task(self._unload(name))
+            task.add_done_callback(lambda _: self._unloads.pop(name))
+        await asyncio.wait([task], timeout=UNLOAD_S)
+        return task.done() and task.result()
+
+    async def _unload(self, name: str) -> bool:
         try:
-            await self._control.http.call("/unload_lora_adapter", {"lora_name": name}, timeout_s=UNLOAD_S)
+            await self._control.http.call("/unload_lora_adapter", {"lora_name": name}, timeout_s=WAIT_S)
         except (TimeoutError, RlctlError):
             return False
         return True

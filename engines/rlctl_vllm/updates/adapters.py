@@ -64,10 +64,15 @@ class Adapters(adapters.Adapters):
         self._useless: dict[Path, float] = {}
         """Copies without a name at vLLM, with the time of the unload."""
 
-    def close(self) -> None:
-        """Remove the copies, unless an attached server still has a name for one. Without its files vLLM would end."""
+    def close(self, *, busy: bool = False) -> None:
+        """Remove the copies that vLLM does not need.
+
+        An attached server ends if it finds no files. It may need those of its names, and while it is ``busy`` with
+        requests also those of names that are gone.
+        """
         super().close()
-        for path in [*self._useless, *(self._paths.values() if self._place is not None else ())]:
+        useless = [] if busy else list(self._useless)
+        for path in [*useless, *(self._paths.values() if self._place is not None else ())]:
             shutil.rmtree(path, ignore_errors=True)
 
     async def take_over(self, call: Call) -> None:
@@ -101,8 +106,8 @@ class Adapters(adapters.Adapters):
         """Let vLLM forget a name. An unknown name is a success too."""
         now = time.monotonic()
         for path in [path for path, since in self._useless.items() if now - since > KEPT_S]:
+            del self._useless[path]  # before the wait: several unloads may run
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-            del self._useless[path]
         try:
             await self._control.http.call(
                 "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=UNLOAD_S, admin=False

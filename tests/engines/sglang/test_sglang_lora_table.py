@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
-from rlctl_servers.adapters.adapters import LAYERS, OpenAdapter
+from rlctl_servers.adapters.adapters import LAYERS, Fitting, OpenAdapter
 from rlctl_servers.adapters.lora_table import Held, LoraTable, is_from_rlctl
 from rlctl_sglang.state import State
 from rlctl_sglang.updates.adapters import Adapters, _refuse_parts, limits_of
@@ -14,7 +15,7 @@ from waiting import eventually
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import OUTCOME_DIRTY, PAUSE_MODE_IN_PLACE, PAUSE_MODE_UNSPECIFIED
-from rlctl.v1.verbs_pb2 import Adapter, PrepareUpdateRequest, UnloadAdapterRequest
+from rlctl.v1.verbs_pb2 import Adapter, AdapterConfig, PrepareUpdateRequest, UnloadAdapterRequest
 
 
 def held(table: LoraTable, name: str, version: str) -> Held:
@@ -107,6 +108,35 @@ class Unloading(Adapters):
     async def unload(self, name: str) -> bool:
         self.unloaded.append(name)
         return True
+
+
+class Busy:
+    """A server on which a request of another client uses every adapter until ``free`` is set."""
+
+    def __init__(self) -> None:
+        self.http = self
+        self.free = asyncio.Event()
+        self.calls: list[str] = []
+
+    async def call(self, path: str, *_: object, **__: object) -> None:
+        self.calls.append(path)
+        await self.free.wait()
+
+
+async def test_no_adapter_is_loaded_while_sglang_waits_with_an_unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would take the load after the unload only, and the stage would give SGLang up."""
+    monkeypatch.setattr("rlctl_sglang.updates.adapters.UNLOAD_S", 0.01)
+    busy, silent, call = Busy(), Deaf(), Call("c", 0.0)
+    adapters = Adapters(busy, State(), silent, silent, LoraTable(), {}, None)  # type: ignore[arg-type]
+    fitting = Fitting("/adapters/math", AdapterConfig(), "")
+    assert [await adapters.unload("math@1#0"), await adapters.unload("math@1#0")] == [False, False]
+    with pytest.raises(RlctlError) as refused:
+        await adapters.read("math@1#1", fitting, False, call)
+    assert (refused.value.reason, "math@1#0" in refused.value.message) == (Reason.ACTIVE_REQUESTS, True)
+    assert busy.calls == ["/unload_lora_adapter"]
+    busy.free.set()
+    await eventually(lambda: not adapters._unloads)
+    assert await adapters.unload("math@1#0")
 
 
 async def test_what_was_replaced_under_a_pause_is_unloaded_after_it() -> None:

@@ -373,7 +373,10 @@ async def test_the_update_after_one_that_failed_half_way_ends_its_pause(
 ) -> None:
     call, told = driven
     half = shutil.copytree(tiny[1], tiny[1] / HALF_LOADED)  # a sidecar reads below its model
-    status, answer = await call("/update_weights_from_disk", model_path=str(half))
+    try:
+        status, answer = await call("/update_weights_from_disk", model_path=str(half))
+    finally:
+        shutil.rmtree(half)
     assert status != 200, answer
     assert "half-way" in (await call("/continue_generation"))[1]["message"]
     assert "/resume" not in told
