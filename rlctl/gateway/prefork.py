@@ -43,23 +43,25 @@ def hold(host: str, port: int) -> tuple[socket.socket, int]:
 class Workers:
     """The parent process, without threads and event loop, so that a fork is possible at any time."""
 
-    def __init__(self, count: int, work: Callable[[Callable[[], None], int], NoReturn]) -> None:
+    def __init__(self, count: int, work: Callable[[Callable[[], None], int], NoReturn], ends_s: float = ENDS_S) -> None:
         """``work(ready, number)`` runs in each process: it calls ``ready`` once it listens, and ends on SIGTERM or at
-        the end of standard input. Processes are numbered from 0; a replacement keeps the number.
+        the end of standard input. Processes are numbered from 0; a replacement keeps the number. A process is killed
+        if it has not ended ``ends_s`` seconds after SIGTERM.
         """
         self._count = count
         self._work = work
+        self._ends_s = ends_s
         self._began: dict[int, float] = {}
         self._numbers: dict[int, int] = {}
         self._stopping = False
-        self._stopped_at = math.inf
+        self._stopped_at = self._killed_at = math.inf
         self._alive = os.pipe()
         self._ready = os.pipe()
 
     def run(self, announce: Callable[[], None], *, end_with_parent: bool) -> int:
         """Run until SIGTERM, SIGINT or the end of standard input. Call ``announce`` when all processes listen.
 
-        A process that has not ended ENDS_S afterwards is killed. Returns the exit status: of the first process to end
+        Returns the exit status: of the first process to end
         before all have listened, 1 if no kill ends a process, else 0.
         """
         for number in _ENDING:
@@ -93,10 +95,11 @@ class Workers:
 
     def _kill_late(self) -> bool:
         """Kill processes that do not end. Returns whether a process has not ended after the kill."""
-        late_s = time.monotonic() - self._stopped_at - ENDS_S
-        if late_s > 0:
+        now = time.monotonic()
+        if now > self._stopped_at + self._ends_s:
+            self._killed_at = min(self._killed_at, now)
             self._signal(signal.SIGKILL)
-        return late_s > KILLED_S and bool(self._began)
+        return now > self._killed_at + KILLED_S and bool(self._began)
 
     def _fork_missing(self) -> None:
         while len(self._began) < self._count and not self._stopping:

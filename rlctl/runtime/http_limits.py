@@ -84,7 +84,7 @@ class Site(web.BaseSite):
             raise unbound(f"{host}:{self._port}", error) from None
 
     async def drain(self, within_s: float) -> None:
-        """Wait until no handler runs, at most ``within_s`` seconds."""
+        """Wait until no handler runs and all answers are sent, at most ``within_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._idle.wait()
@@ -94,7 +94,11 @@ class Site(web.BaseSite):
             self._running += 1
             self._idle.clear()
             try:
-                return await handle(request)
+                response = await handle(request)
+                with contextlib.suppress(ConnectionError):  # aiohttp would send it after this handler
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
             finally:
                 self._running -= 1
                 if not self._running:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from waiting import eventually
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -507,3 +508,28 @@ async def test_a_tokenizer_that_cannot_be_read_from_the_start_ends_nothing(
             assert r.status == 200
     finally:
         await server.stop()
+
+
+async def test_an_answer_that_is_being_sent_counts_as_a_request_of_the_drain() -> None:
+    size = 64 << 20
+
+    async def handle(request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=bytes(size))
+
+    app = web.Application()
+    app.router.add_get("/", handle)
+    runner = web.AppRunner(app, shutdown_timeout=http_limits.CUT_S)
+    await runner.setup()
+    site = http_limits.Site(runner, "127.0.0.1", 0)
+    await site.start()
+    reader, writer = await asyncio.open_connection(*runner.addresses[0])
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    draining = asyncio.ensure_future(site.drain(30.0))
+    await asyncio.sleep(0.3)
+    assert not draining.done()
+    assert len(await reader.readexactly(size)) == size
+    await asyncio.wait_for(draining, 10)
+    writer.close()
+    await runner.cleanup()

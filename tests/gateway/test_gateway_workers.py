@@ -66,9 +66,10 @@ def kill(pid, number, kill=os.kill):
     if sys.argv[1] == "killable" or number != signal.SIGKILL:
         kill(pid, number)
 
-prefork.ENDS_S = prefork.KILLED_S = 0.2
+if sys.argv[1] == "stuck":
+    prefork.KILLED_S = 0.2
 os.kill = kill
-workers = prefork.Workers(2, work)
+workers = prefork.Workers(2, work, ends_s=0.2)
 code = workers.run(lambda: kill(os.getpid(), signal.SIGTERM), end_with_parent=False)
 print(*workers._began)
 raise SystemExit(code)

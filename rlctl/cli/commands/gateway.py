@@ -178,10 +178,12 @@ def gateway(
 
     if workers == 1:
         run(listen, told)
-    _fork(workers, listen, run, told)
+    _fork(workers, listen, run, told, given["drain_s"])
 
 
-def _fork(workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None]) -> NoReturn:
+def _fork(
+    workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], drain_s: float
+) -> NoReturn:
     """Start several processes on a shared port. gRPC is not loaded before the fork."""
     from rlctl.contract.os_errors import unbound
     from rlctl.gateway.prefork import Workers, hold
@@ -194,7 +196,10 @@ def _fork(workers: int, listen: str, run: Callable[..., NoReturn], told: Callabl
     except OSError as error:
         raise unbound(listen, error) from None
     address = join(host, bound)
-    parent = Workers(workers, lambda ready, number: run(address, lambda *_, **__: ready(), forked=True, number=number))
+    ends_s = 2 * drain_s + server_process.ENDS_S  # requests, then admin calls, have the time of the drain
+    parent = Workers(
+        workers, lambda ready, number: run(address, lambda *_, **__: ready(), forked=True, number=number), ends_s
+    )
     code = parent.run(lambda: told(address), end_with_parent=process_setting("end_with_parent"))
     reserved_socket.close()
     server_process.end(code)
