@@ -137,6 +137,8 @@ class LaunchedFleet:
         self._ask_at = 0.0
         self._silent_s = 0.0
         """Waits for the coordinator since its last answer."""
+        self._is_silent = False
+        """Whether the coordinator has not answered in this step. It is asked again in the next one."""
         self._replacing: set[str] = set()
         """Slots whose engines are due for a restart."""
         self._failures_reported: dict[str, tuple[RlctlError | None, Launched | None]] = {}
@@ -334,6 +336,7 @@ class LaunchedFleet:
         ``restart``: failed engines start again after the back-off.
         """
         specs = {spec.slot: spec for spec in self.engines}
+        self._is_silent = False
         self._renew_certificates()
         self._tell_policies()
         stages = self._stages()
@@ -588,6 +591,8 @@ class LaunchedFleet:
         """
         if self.coordinator is not None and (self.coordinator.returncode is not None or not self.coordinator.serves):
             return False
+        if self._is_silent:
+            return False
 
         async def limited(client: AsyncFleet) -> None:
             async with asyncio.timeout(limit_s):
@@ -602,8 +607,8 @@ class LaunchedFleet:
             reason = error.reason if isinstance(error, RlctlError) else Reason.DEADLINE_EXCEEDED
             if reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
                 raise
-            silent = reason in (Reason.DEADLINE_EXCEEDED, Reason.UNREACHABLE)
-            self._silent_s = self._silent_s + time.monotonic() - began if silent else 0.0
+            self._is_silent = reason in (Reason.DEADLINE_EXCEEDED, Reason.UNREACHABLE)
+            self._silent_s = self._silent_s + time.monotonic() - began if self._is_silent else 0.0
             return False
         self._silent_s = 0.0
         return True
