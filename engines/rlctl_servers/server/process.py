@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -213,10 +214,13 @@ class ServerProcess(abc.ABC):
             return
 
     def _wait(self, timeout_s: float) -> bool:
-        """Wait for the end of all processes of the server; returns whether they have ended."""
+        """Wait for the end of the server and of its output; returns whether both have ended."""
         if self._waiter is not None:
+            assert self._reader is not None
+            until = time.monotonic() + timeout_s
             self._waiter.join(timeout_s)
-            return not self._waiter.is_alive()
+            self._reader.join(max(until - time.monotonic(), 0.0))
+            return not self._waiter.is_alive() and not self._reader.is_alive()
         assert self._popen is not None  # the launch failed after the server's own start
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout_s)

@@ -144,7 +144,7 @@ class DataPort:
         for waiting in self._waiting:
             waiting.cut(_ending())
         if self._site is not None and self._runner is not None:
-            await self._site.drain(grace_s)
+            await self._site.drain(max(grace_s - LAST_S - 2 * http_limits.CUT_S, 0.0))
             self._ongoing.cut(_ending())
             await self._site.drain(LAST_S)
             await self._runner.cleanup()
