@@ -137,6 +137,8 @@ class Observer:
         """Slots that are retired on record."""
         self._recorded: dict[str, PauseRecord] = {}
         """Every pause by name on record."""
+        self._continuing: dict[tuple[str, str], dict[str, list[set[str]]]] = {}
+        """Running continues by operation and adapter: slots, and the sets of continued slots that each came into."""
         self._continued: dict[tuple[str, str], int] = {}
         """Time of the last continue, by slot and adapter, in nanoseconds of the wall clock."""
         self._rolling: dict[tuple[str, str, int], int] = {}
@@ -232,6 +234,7 @@ class Observer:
 
     def _pauses(self, operation: Operation) -> None:
         """Record pauses by name and continues."""
+        scope = (operation.operation_id, operation.adapter)
         if operation.verb in _GO_ON and operation.state == OPERATION_STATE_RUNNING:
             # A continue reaches absent stages at their return. An operation names no retired slots.
             absent = {each.slot for each in operation.excluded} | {
@@ -239,30 +242,39 @@ class Observer:
             }
             absent = absent if operation.verb == "ContinueGeneration" else set()
             adapter = operation.adapter
+            allowed = self._continuing.setdefault(scope, {})
             for slot in (*operation.targets, *absent):
                 self._continued[slot, adapter] = operation.create_time.ToNanoseconds()
                 self._paused = {key: by for key, by in self._paused.items() if key[::2] != (slot, adapter)}
-                for going in self._going_on(adapter):
+                added = [going for going in self._going_on(adapter) if slot not in going]
+                allowed.setdefault(slot, []).extend(added)
+                for going in added:
                     going.add(slot)
-        elif operation.verb == "ContinueGeneration":
-            # A stage that refused stays under its pause. A stage whose outcome is unknown may generate.
+        elif operation.verb in _GO_ON:
+            # A stage that refused stays under its pause, unless an earlier continue has reached it or a process of its
+            # slot that was replaced. A stage whose outcome is unknown may generate.
             began, adapter = operation.create_time.ToNanoseconds(), operation.adapter
-            for result in operation.stage_results:
-                if result.outcome == OUTCOME_REJECTED and self._continued.get((result.slot, adapter)) == began:
-                    for going in self._going_on(adapter):
-                        going.discard(result.slot)
+            allowed = self._continuing.pop(scope, {})
+            refused = [result.slot for result in operation.stage_results if result.outcome == OUTCOME_REJECTED]
+            for slot in refused if operation.verb == "ContinueGeneration" else ():
+                if self._continued.get((slot, adapter)) == began:
+                    for going in allowed.get(slot, ()):
+                        going.discard(slot)
         elif operation.verb == "PauseGeneration" and not operation.update_id:
             # To the microsecond: the end is the acceptance plus a time in floats.
             ended, adapter = operation.done_time.ToMicroseconds() * 1000, operation.adapter
             record = self._recorded.get(operation.operation_id)
             # The pause of an adapter at a stage follows the record, and may be over before a drain is.
             results = operation.stage_results if record is not None or not adapter else ()
+            # A continue that came during the pause and ends after it has the last word.
+            later = {slot for (_, of), allowed in self._continuing.items() if of == adapter for slot in allowed}
             for result in results:
-                if result.outcome == OUTCOME_APPLIED and ended > self._continued.get((result.slot, adapter), 0):
+                is_paused = ended > self._continued.get((result.slot, adapter), 0) and result.slot not in later
+                if result.outcome == OUTCOME_APPLIED and is_paused:
                     self._paused[result.slot, result.incarnation, adapter] = operation.operation_id
             if operation.state == OPERATION_STATE_OK and record is not None:
                 going = {slot for (slot, of), asked in self._continued.items() if of == adapter and asked > ended}
-                self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going))
+                self._pauses_of_the_fleet.setdefault(operation.operation_id, (record, going | later))
 
     def _going_on(self, adapter: str) -> list[set[str]]:
         """Return the slots continued since, for each pause of the fleet of this scope."""
