@@ -61,8 +61,8 @@ class Workers:
     def run(self, announce: Callable[[], None], *, end_with_parent: bool) -> int:
         """Run until SIGTERM, SIGINT or the end of standard input. Call ``announce`` when all processes listen.
 
-        Returns the exit status: of the first process to end
-        before all have listened, 1 if no kill ends a process, else 0.
+        Returns the exit status: of the first process to end before all have listened, 1 if no kill ends a process,
+        else 0.
         """
         for number in _ENDING:
             signal.signal(number, self._stop)

@@ -115,7 +115,7 @@ async def _attached(urls: Sequence[str], model: str, options: dict[str, str]) ->
 
 
 def _stop(children: Sequence[Launched]) -> None:
-    """End the stage servers; those that no kill ends are reported in the log."""
+    """End the stage servers. The log names the servers that no kill ends."""
     stop_all(children)
     if error := unended(children):
         log.warning("%s", error)

@@ -1,4 +1,4 @@
-"""A fleet of a trainer's own process whose `rlctl up` is stuck."""
+"""A trainer process with a fleet of its own, and a stuck `rlctl up`."""
 
 from __future__ import annotations
 

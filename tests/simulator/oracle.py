@@ -251,8 +251,8 @@ class Observer:
                 for going in added:
                     going.add(slot)
         elif operation.verb in _GO_ON:
-            # A stage that refused stays under its pause, unless an earlier continue has reached it or a process of its
-            # slot that was replaced. A stage whose outcome is unknown may generate.
+            # A refusing stage stays under its pause, unless an earlier continue has reached the stage or a replaced
+            # process of its slot. After an unknown outcome the stage may generate.
             began, adapter = operation.create_time.ToNanoseconds(), operation.adapter
             allowed = self._continuing.pop(scope, {})
             refused = [result.slot for result in operation.stage_results if result.outcome == OUTCOME_REJECTED]

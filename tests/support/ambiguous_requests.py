@@ -1,4 +1,4 @@
-"""Requests whose end two servers may find in different places (RFC 9112, 6.3 and 11.2)."""
+"""Requests with an ambiguous end: two servers may find it in different places (RFC 9112, 6.3 and 11.2)."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class _Exchange(HttpExchange):
 
     async def begin(self) -> HttpHead:
         """See :meth:`rlctl.engine.HttpExchange.begin`. An answer with a length, or with names, is read whole."""
-        request, self._request = self._request, None  # frees the caller's body: the server gets another one
+        request, self._request = self._request, None  # frees the caller's body: the server gets a changed body
         assert request is not None
         labels = self._prepare(request) if request.gated else self._open_labels()
         sending = self._sent(request)

@@ -181,7 +181,7 @@ class ServerProcess(abc.ABC):
         popen.stdout.close()
 
     def _notice(self, on_end: Callable[[RlctlError], None]) -> None:
-        """Notice the server's end. A process of the server that is stuck, and has its output, does not hide the end."""
+        """Notice the server's end. A stuck process with the server's output does not hide the end."""
         assert self._popen is not None
         assert self._reader is not None
         self._popen.wait()

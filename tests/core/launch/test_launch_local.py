@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from children import Child
@@ -433,6 +434,34 @@ def test_a_removed_gateway_that_no_kill_ends_is_an_error_until_it_ends(
     fleet.settle()
     assert fleet.gateways.unended is None
     assert said[-1] == "gateway-actor: stopped"
+
+
+def test_a_silent_coordinator_is_called_once_a_step(tmp_path: Path) -> None:
+    class Silent:
+        """A client without answers."""
+
+        aio = None
+        calls = 0
+
+        @property
+        def loop(self) -> Silent:
+            return self
+
+        def call(self, work: Coroutine[Any, Any, None]) -> None:
+            work.close()
+            self.calls += 1
+            raise TimeoutError
+
+    async def ask(_: object) -> None:
+        raise AssertionError
+
+    fleet, silent = LaunchedFleet((), directory=tmp_path), Silent()
+    fleet._client = silent  # type: ignore[assignment]
+    assert [fleet._asked(ask), fleet._asked(ask)] == [False, False]
+    assert silent.calls == 1
+    fleet.look()
+    assert not fleet._asked(ask)
+    assert silent.calls == 2, "the next step asks again"
 
 
 def test_a_server_that_is_stuck_ends_some_time_after_its_parent() -> None:

@@ -102,7 +102,7 @@ print(subprocess.Popen(["sleep", "600"], start_new_session=sys.argv[1] == "alone
 
 
 class Leaving(Sleeping):
-    """A server whose first process ends at once. Another process keeps its output."""
+    """The first process of the server ends at once. A second process keeps the output."""
 
     where = ""
 
@@ -112,7 +112,7 @@ class Leaving(Sleeping):
 
 @pytest.mark.parametrize("where", ["beside", "alone"])
 async def test_a_stuck_process_of_a_server_does_not_hide_its_end(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """The kill of the server's processes does not reach the one that is alone, as it ends none in a stuck driver."""
+    """A process in a group of its own outlives the kill, like a process in a stuck driver."""
     monkeypatch.setattr(process_module, "FOLLOW_S", 0.2)
     process = Leaving(Http("Test", "http://127.0.0.1:1"), sys.executable, 60)
     process.where = where
@@ -124,6 +124,23 @@ async def test_a_stuck_process_of_a_server_does_not_hide_its_end(monkeypatch: py
     assert [error.reason for error in ended] == [Reason.ENGINE_FAILED]
     if where == "alone":
         os.kill(int(process.log_lines()[0]), signal.SIGKILL)
+    await eventually(lambda: not process_module.members(process.pid))
+
+
+async def test_a_stuck_process_of_an_ended_server_is_reported_at_the_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_module, "FOLLOW_S", 0.2)
+    monkeypatch.setattr(process_module, "TERM_S", 0.2)
+    process = Leaving(Http("Test", "http://127.0.0.1:1"), sys.executable, 60)
+    process.where = "beside"
+    with monkeypatch.context() as stuck:
+        stuck.setattr(process, "_signal", lambda _: None)
+        with pytest.raises(RlctlError):
+            await process.start(lambda _: None)
+        await process.stop()
+    assert f"Test (pid {process.log_lines()[0]}) was killed and has not ended" in caplog.text
+    process.kill()
     await eventually(lambda: not process_module.members(process.pid))
 
 

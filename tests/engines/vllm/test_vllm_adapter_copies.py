@@ -33,7 +33,7 @@ class Server:
 
 
 def serving(server: Server, tmp_path: Path) -> tuple[Adapters, list[Path]]:
-    """Adapters of an attached server: two that serve, and the copy of one that was replaced a while ago."""
+    """Adapters of an attached server: two serving adapters, and the copy of a replaced adapter."""
     table = LoraTable()
     silent: Any = None
     adapters = Adapters(server, silent, silent, table, None, None)  # type: ignore[arg-type]
