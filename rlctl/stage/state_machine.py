@@ -466,7 +466,7 @@ class Stage:
         result.evidence = outcomes.evidence_of(results) if results else EVIDENCE_UNSPECIFIED
         if error is not None:
             result.error.CopyFrom(error)
-        result.state = self.facts.state
+        result.state = self.state
         result.weight_version.CopyFrom(self.facts.version)
         result.rank_results.extend(results)
         return answer

@@ -536,8 +536,11 @@ class Update:
         # Failures of earlier steps do not matter once the shadow copy is dropped.
         dropped = self.aside and result.outcome == OUTCOME_APPLIED
         if result.outcome == OUTCOME_APPLIED:
-            dirty = result.state == common_pb2.STAGE_STATE_DIRTY
-            result.outcome = OUTCOME_DIRTY if dirty else common_pb2.OUTCOME_REJECTED
+            result.outcome = common_pb2.OUTCOME_REJECTED
+            if result.state == common_pb2.STAGE_STATE_DIRTY:
+                result.outcome = OUTCOME_DIRTY
+            elif result.state == common_pb2.STAGE_STATE_FAILED and not self.aside:
+                result.outcome = OUTCOME_UNKNOWN  # FAILED hides whether the weights are a mixture
             result.error.CopyFrom(error.detail())
         elif result.outcome != OUTCOME_DIRTY:
             # The abort did not reach the target, which may be partly written.

@@ -191,6 +191,40 @@ async def test_an_abort_past_the_first_byte_leaves_the_targets_dirty(fleet: InPr
     assert {fleet.stage(slot).state for slot in "ab"} == {common.STAGE_STATE_DIRTY}
 
 
+async def test_a_stage_that_loses_a_rank_while_it_aborts_says_that_it_failed(make_fleet: Callable[..., Any]) -> None:
+    """All ranks carry out the abort. A rank is lost before the last of them answers."""
+    async with make_fleet(a=1, b=2) as fleet:
+        follower = fleet.workers.pop(("b", 1))
+        lost: list[asyncio.Task[None]] = []
+
+        async def lose(engine: FakeEngine, method: str, call: Call) -> None:
+            if method == "abort_update" and engine.config.tp_size == 2:
+                engine._delay = 1.0
+                lost.append(asyncio.create_task(lose_rank_1()))
+
+        async def lose_rank_1() -> None:
+            await eventually(lambda: not follower._follower._engine._update)
+            await asyncio.sleep(0.1)  # its answer arrives
+            await follower.stop()
+
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "w1")
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = lose
+        operation = await abort(fleet, plan)
+        await asyncio.gather(*lost)
+        whole, failed = operation.stage_results
+        assert (failed.slot, failed.state) == ("b", common.STAGE_STATE_FAILED)
+        assert failed.outcome == common.OUTCOME_UNKNOWN, "a stage without a rank shows nothing of its weights"
+        assert whole.outcome == OUTCOME_DIRTY
+        read = await fleet.stub.GetModelInfo(v.GetModelInfoRequest(header=RequestHeader(target=Target(slots=["b"]))))
+        paused = await fleet.stub.PauseGeneration(
+            v.PauseGenerationRequest(header=RequestHeader(target=Target(slots=["b"])))
+        )
+        states = [result.state for each in (read, paused) for result in each.stage_results]
+        assert states == [common.STAGE_STATE_FAILED] * 2
+
+
 async def test_an_update_that_its_owner_aborts_for_a_failure_ends_with_its_reason(fleet: InProcessFleet) -> None:
     plan = await begin(fleet)
     cause = Reason.FIELD_INVALID.error("w has shape (3, 3); actor has (64, 128)", field="weights", next_step="Look.")
