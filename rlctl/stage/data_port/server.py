@@ -106,6 +106,7 @@ class DataPort:
         self._admission = Admission(serving, clock)
         self._ongoing = Ongoing(serving, clock)
         self._waiting: set[OngoingRequest] = set()
+        self._forwarded: set[OngoingRequest] = set()  # at routes without the gate
         self._bodies = Bodies(BODY_BYTES)
         self._ends = False
         self._runner: web.AppRunner | None = None
@@ -146,6 +147,8 @@ class DataPort:
         if self._site is not None and self._runner is not None:
             await self._site.drain(max(grace_s - LAST_S - 2 * http_limits.CUT_S, 0.0))
             self._ongoing.cut(_ending())
+            for forwarded in self._forwarded:
+                forwarded.cut(_ending())
             await self._site.drain(LAST_S)
             await self._runner.cleanup()
 
@@ -206,10 +209,10 @@ class DataPort:
         with closing(Body(request, self._bodies)) as body:
             with self._wait():
                 exchange = await self._engine().exchange(await self._read(request, body, gated=False))
-            with closing(exchange):
-                head = await _in_time(exchange.begin)
+            with closing(exchange), self._listed(self._forwarded) as forwarded:
+                head = await _in_time(forwarded, exchange.begin)
                 body.close()  # the engine has read the body
-                return await _answer(request, head, {}, functools.partial(_in_time, exchange.read))
+                return await _answer(request, head, {}, functools.partial(_in_time, forwarded, exchange.read))
 
     async def _gated(self, request: web.Request) -> web.StreamResponse:
         """Forward a request that the engine computes with its weights."""
@@ -248,13 +251,18 @@ class DataPort:
         """Wait before a request is forwarded. Raises STAGE_NOT_SERVING once the stage ends."""
         if self._ends:
             raise _ending()
-        waiting = OngoingRequest(self._serving, self._clock, math.inf, "")
-        self._waiting.add(waiting)
+        with self._listed(self._waiting) as waiting, waiting:
+            yield
+
+    @contextmanager
+    def _listed(self, requests: set[OngoingRequest]) -> Iterator[OngoingRequest]:
+        """List a request that the end of the stage ends."""
+        request = OngoingRequest(self._serving, self._clock, math.inf, "")
+        requests.add(request)
         try:
-            with waiting:
-                yield
+            yield request
         finally:
-            self._waiting.discard(waiting)
+            requests.discard(request)
 
     async def _read(self, request: web.Request, body: Body, *, gated: bool) -> HttpRequest:
         data = await body.read()
@@ -307,11 +315,12 @@ async def _checked(ongoing: OngoingRequest, standing: Standing, read: Callable[[
     return part
 
 
-async def _in_time(read: Callable[[], Awaitable[T]]) -> T:
-    """Return a part of an answer. Raises DEADLINE_EXCEEDED after OPEN_S."""
+async def _in_time(forwarded: OngoingRequest, read: Callable[[], Awaitable[T]]) -> T:
+    """Return a part of an answer. Raises DEADLINE_EXCEEDED after OPEN_S, STAGE_NOT_SERVING at the end of the stage."""
     try:
-        async with asyncio.timeout(OPEN_S):
-            return await read()
+        with forwarded:
+            async with asyncio.timeout(OPEN_S):
+                return await read()
     except TimeoutError:
         raise Reason.DEADLINE_EXCEEDED.error(
             f"the engine has sent nothing for {OPEN_S:g} s", next_step="Send the request again."

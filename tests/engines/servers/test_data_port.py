@@ -330,14 +330,15 @@ async def test_a_forwarded_request_finishes_within_the_grace_and_no_further_one_
     assert Counted.open == 0
 
 
+@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
 @pytest.mark.parametrize("grace_s", [0.0, 1.5])
 async def test_a_forwarded_request_ends_with_an_error_and_at_the_engine_after_the_grace(
-    ending: Any, grace_s: float
+    ending: Any, grace_s: float, path: str
 ) -> None:
     world, port, _ = ending
-    async with aiohttp.ClientSession() as session, session.post(f"{world.url}/generate", json={}) as response:
+    async with aiohttp.ClientSession() as session, session.post(world.url + path, json={}) as response:
         assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
-        silent = asyncio.create_task(post(session, f"{world.url}/generate?silent", {}))
+        silent = asyncio.create_task(post(session, f"{world.url}{path}?silent", {}))
         await eventually(lambda: Counted.open == 2)
         rest = asyncio.create_task(response.content.readuntil(b"\n\n"))
         began = time.monotonic()
