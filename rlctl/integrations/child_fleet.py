@@ -64,11 +64,13 @@ class Up:
         assert self._process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), daemon=True)
         self._reader.start()
+        steps = state.Steps(name, self._process.pid)
         try:
             while not self._ready():
                 if self._process.poll() is not None:
                     self._reader.join(READ_S)
                     raise self._failure()
+                steps.refuse_stuck()
                 time.sleep(LOOK_S)
         except BaseException:
             self.stop()

@@ -23,7 +23,7 @@ from rlctl.cli.render.printer import View, show
 from rlctl.cli.render.tables import Table, facts
 from rlctl.contract.errors import Reason
 from rlctl.launch.supervisor import fleet_state
-from rlctl.launch.supervisor.fleet_state import FleetState, state_directory
+from rlctl.launch.supervisor.fleet_state import FleetState, Steps, state_directory
 from rlctl.runtime import private_files
 from rlctl.runtime.addresses import refuse_insecure, refuse_used
 
@@ -193,6 +193,8 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
                 pass_fds=(lock,),
             )  # fmt: skip
     printed_lines: list[str] = []
+    # --timeout ends the start in the supervisor, which then takes the processes down.
+    steps = Steps(wanted.name, supervisor.pid, settings.timeout_s and settings.timeout_s + SURVIVE_S)
     with log.open() as lines:
 
         def tell() -> None:
@@ -212,6 +214,7 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
                 ready = fleet_state.read(wanted.name)
                 if ready is not None and ready.pid == supervisor.pid and ready.phase == fleet_state.READY:
                     break
+                steps.refuse_stuck()
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
             supervisor.terminate()

@@ -10,20 +10,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rlctl.contract.errors import Reason, RlctlError, from_detail
 from rlctl.launch.deployment import Deployment
-from rlctl.launch.supervisor.fleet_state import FleetState
+from rlctl.launch.supervisor import fleet_state
+from rlctl.launch.supervisor.fleet_state import FleetState, Steps
 from rlctl.v1.common_pb2 import ErrorDetail
 
 SOCKET = "control.sock"
 READ_S = 5.0
+LOOK_S = 0.5
 
 
 class Request:
@@ -144,12 +147,13 @@ def apply(
 
     Raises the error of the supervisor or of an engine. Raises OPERATION_CONFLICT if the supervisor is not ready. Raises
     OPERATION_CONFLICT if a different command changes the fleet between the plan and the end. Raises DEADLINE_EXCEEDED
-    after ``timeout_s``; the supervisor continues.
+    after ``timeout_s``; the supervisor continues. Raises DEADLINE_EXCEEDED for a supervisor that takes no step.
     """
     directory = Path(running.directory)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    call_s = fleet_state.STUCK_S if timeout_s is None else timeout_s
     with socket.socket(socket.AF_UNIX) as connection, _short(directory / SOCKET) as name:
-        connection.settimeout(timeout_s)
+        connection.settimeout(call_s)
         try:
             connection.connect(name)
         except OSError:
@@ -165,28 +169,30 @@ def apply(
                 "force": force,
             }
             connection.sendall(json.dumps(message).encode() + b"\n")
-            with connection.makefile("rb") as lines:
-                return _follow(_before(deadline, connection, lines), say)
+            return _follow(_before(deadline, connection, Steps(running.name, running.pid)), say)
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(
-                f"the change is not done after {timeout_s:g} s; the supervisor goes on", next_step="See `rlctl status`."
+                f"the change is not done after {call_s:g} s; the supervisor goes on", next_step="See `rlctl status`."
             ) from None
         except OSError:
             raise _ended() from None
 
 
-def _before(deadline: float | None, connection: socket.socket, lines: IO[bytes]) -> Iterator[bytes]:
+def _before(deadline: float, connection: socket.socket, steps: Steps) -> Iterator[bytes]:
     """Yield the lines that arrive before the deadline. Raises TimeoutError, however many lines arrive."""
+    received = b""
     while True:
-        if deadline is not None:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise TimeoutError
-            connection.settimeout(remaining_s)
-        line = lines.readline()
-        if not line:
-            return
-        yield line
+        steps.refuse_stuck()
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        connection.settimeout(min(remaining_s, LOOK_S))
+        with contextlib.suppress(TimeoutError):
+            part = connection.recv(65536)
+            if not part:
+                return
+            *lines, received = (received + part).split(b"\n")
+            yield from lines
 
 
 def _follow(lines: Iterable[bytes], say: Callable[[str], None]) -> FleetState:

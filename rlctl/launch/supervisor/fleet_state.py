@@ -12,14 +12,18 @@ import fcntl
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlctl.contract.errors import Reason
 from rlctl.runtime import private_files
 
 STARTING, READY = "starting", "ready"
+STUCK_S = 360.0
+"""Seconds without a step of a supervisor, after which no command waits for it. A coordinator's start is one step."""
 
 
 def state_directory(name: str = "default") -> Path:
@@ -109,6 +113,38 @@ def write(state: FleetState) -> None:
 
 def remove(name: str) -> None:
     state_file(name).unlink(missing_ok=True)
+
+
+def note_step(name: str) -> None:
+    """Note a step of the supervisor, in the modification time of the state file."""
+    with contextlib.suppress(OSError):
+        os.utime(state_file(name))
+
+
+class Steps:
+    """The steps of a supervisor, for a command that waits for it."""
+
+    def __init__(self, name: str, pid: int, limit_s: float | None = None) -> None:
+        """``limit_s``: seconds without a step; None: STUCK_S."""
+        self._name = name
+        self._pid = pid
+        self._limit_s = STUCK_S if limit_s is None else min(limit_s, STUCK_S)
+        self._last = 0
+        self._since = time.monotonic()
+
+    def refuse_stuck(self) -> None:
+        """Raise DEADLINE_EXCEEDED if the supervisor has taken no step for too long. To be called again and again."""
+        last = 0
+        with contextlib.suppress(OSError):
+            last = state_file(self._name).stat().st_mtime_ns
+        if last != self._last:
+            self._last, self._since = last, time.monotonic()
+        elif time.monotonic() - self._since > self._limit_s:
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"supervisor {self._pid} of fleet {self._name!r} has taken no step for {self._limit_s:g} s",
+                next_step=f"Continue it (`kill -CONT {self._pid}`), or end it with the fleet's processes "
+                f"(`kill -9 {self._pid}`).",
+            )
 
 
 @contextlib.contextmanager

@@ -324,7 +324,9 @@ class _Supervisor:
             identities=self._identities(),
             deployment=self._deployed if phase == fleet_state.READY else {},
         )
-        if state != self._state:
+        if state == self._state:
+            fleet_state.note_step(state.name)
+        else:
             try:
                 fleet_state.write(state)
             except OSError as error:  # for example a full disk: the fleet continues, and a later step writes again
@@ -348,6 +350,7 @@ class _Supervisor:
         }
 
     def _say(self, line: str) -> None:
+        fleet_state.note_step(self._state.name)
         with contextlib.suppress(OSError):  # a log on a full disk, or a closed terminal
             self._settings.say(line)
         for request in self._asking:
