@@ -46,8 +46,10 @@ CALL_S = 5.0
 """Seconds for a call to the coordinator. The next step repeats the call."""
 BUSY_S = 10.0
 """Seconds for the load of a stage, which the coordinator asks for."""
+REPORT_S = 10.0
+"""Seconds of waits in a row without an answer of the coordinator, after which the silence is reported: a lease."""
 SILENT_S = 60.0
-"""Seconds of waits in a row without an answer of the coordinator, after which a change fails."""
+"""Seconds of such waits, after which a change fails."""
 ASK_S = 2.0
 RENEW_S = 3600.0
 """Seconds between checks of the validity of certificates."""
@@ -139,6 +141,7 @@ class LaunchedFleet:
         """Waits for the coordinator since its last answer."""
         self._is_silent = False
         """Whether the coordinator has not answered in this step. It is asked again in the next one."""
+        self._silence_reported = False
         self._replacing: set[str] = set()
         """Slots whose engines are due for a restart."""
         self._failures_reported: dict[str, tuple[RlctlError | None, Launched | None]] = {}
@@ -363,6 +366,7 @@ class LaunchedFleet:
                 run = self.runs[spec.slot] = self._run(spec)
                 run.start()
         self._report_failures(restart=restart)
+        self._report_silence()
         self.gateways.look(self.address, restart=restart)
         if self._metrics:
             self._targets.write(self.processes)
@@ -381,6 +385,22 @@ class LaunchedFleet:
 
             if self._asked(tell):
                 self._failures_reported[slot] = (run.error, self.coordinator)
+
+    def _report_silence(self) -> None:
+        """Report that the coordinator does not answer, once, and that it answers again."""
+        if self._silence_reported and not self._silent_s:
+            self._silence_reported = False
+            self._say(f"coordinator at {self.address} answers again")
+        elif not self._silence_reported and self._silent_s >= REPORT_S and self.coordinator is not None:
+            self._silence_reported = True
+            self._say(f"Warning: {self._silence(self.coordinator)}")
+
+    def _silence(self, coordinator: Launched) -> RlctlError:
+        pid = coordinator.pid
+        return Reason.UNREACHABLE.error(
+            f"the coordinator (pid {pid}) has not answered for {self._silent_s:.0f} s",
+            next_step=f"Continue it (`kill -CONT {pid}`), or end it (`kill -9 {pid}`).",
+        )
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         """Disable the slot before the drain. A serving engine is not drained while the coordinator is silent."""
@@ -465,6 +485,7 @@ class LaunchedFleet:
         hosts = [split(each, "listen")[0] for each in (listen, self._web) if each and not each.startswith("unix:")]
         self.coordinator = self._local.start("coordinator", arguments, identity="coordinator", hosts=hosts)
         self._told_by_hand, self._told_slots = self._by_hand, slots
+        self._silent_s, self._silence_reported = 0.0, False
 
     def _await_coordinator(self) -> None:
         assert self.coordinator is not None
@@ -537,11 +558,7 @@ class LaunchedFleet:
         if self.coordinator is not None and not self.coordinator.serves and (error := unended([self.coordinator])):
             raise error
         if self.coordinator is not None and self._silent_s > SILENT_S:
-            pid = self.coordinator.pid
-            raise Reason.UNREACHABLE.error(
-                f"the coordinator (pid {pid}) has not answered for {self._silent_s:.0f} s",
-                next_step=f"Continue it (`kill -CONT {pid}`), or end it (`kill -9 {pid}`).",
-            )
+            raise self._silence(self.coordinator)
         for run in self.runs.values():
             if run.error is not None:
                 raise run.error
@@ -557,9 +574,10 @@ class LaunchedFleet:
     # Queries to the coordinator.
 
     def _stages(self) -> dict[str, Stage]:
-        """Return the stages by slot. Asks the coordinator at intervals while the fleet is settled."""
+        """Return the stages by slot. Asks the coordinator at intervals while no engine waits for its answer."""
         asking = (Phase.HEALING, Phase.DRAINING, *UP)
-        if (self.settled and time.monotonic() < self._ask_at) or not any(r.phase in asking for r in self.runs.values()):
+        waits = not self.settled and any(run.phase in asking for run in self.runs.values())
+        if not waits and (self.coordinator is None or time.monotonic() < self._ask_at):
             return {}
         self._ask_at = time.monotonic() + ASK_S
         fleet = self._status()

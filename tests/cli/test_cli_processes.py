@@ -692,6 +692,52 @@ def test_an_engine_is_drained_only_after_the_coordinator_has_disabled_its_slot(
         assert not fleet.runs
 
 
+@pytest.mark.parametrize("engines", [0, 1])
+def test_a_silent_coordinator_is_reported_once_while_nothing_changes(
+    checkpoint: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    engines: int,
+) -> None:
+    monkeypatch.setattr(fleet_controller, "CALL_S", 0.5)
+    monkeypatch.setattr(fleet_controller, "REPORT_S", 1.0)
+    specs = [EngineSpec("actor-0", checkpoint("one"), engine="fake")][:engines]
+    holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", specs))
+    fleet = holder._fleet
+    said: list[str] = []
+
+    def look() -> str:
+        holder._look()
+        said.extend(capsys.readouterr().err.splitlines())
+        return "\n".join(said)
+
+    try:
+        fleet.start()
+        assert fleet.coordinator is not None
+        pid = fleet.coordinator.pid
+        for _ in range(2):
+            look()
+            said.clear()
+            os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
+            while "Warning" not in look():
+                assert time.monotonic() - began < WAIT_S
+            for _ in range(5):
+                fleet._ask_at = 0.0  # the next look asks
+                look()
+            assert [line for line in said if line] == said[:1]
+            assert re.match(rf"Warning: UNREACHABLE: the coordinator \(pid {pid}\) has not answered for \d+ s", said[0])
+            os.kill(pid, signal.SIGCONT)
+            while len(said) == 1:
+                assert time.monotonic() - began < WAIT_S
+                look()
+            assert said[1:] == [f"coordinator at {fleet.address} answers again"]
+    finally:
+        if fleet.coordinator is not None:
+            os.kill(fleet.coordinator.pid, signal.SIGCONT)
+        fleet.stop()
+
+
 def test_a_progress_line_does_not_wait_for_a_coordinator_that_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
