@@ -11,12 +11,14 @@ import pytest
 from http_calls import nested, post
 from waiting import eventually
 
+from rlctl.contract.errors import Reason
 from rlctl.demo.tiny import VOCABULARY
 from rlctl.gateway.backend.tokenizers import Tokenizer
 from rlctl.gateway.radix.middleware import _parts
 from rlctl.testing.in_process_fleet import InProcessFleet
 from rlctl.v1 import rollout_pb2 as r
 from rlctl.v1 import verbs_pb2 as v
+from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK
 
 RADIX = ("rlctl.gateway.radix.middleware:RadixMiddleware",)
@@ -76,6 +78,31 @@ async def test_a_stop_that_is_left_out_of_the_text_is_not_told_twice(
         assert known["rollout_logp"] == [0.0, 0.0, 0.0, -1.0], "it was generated"
         _, known = await post(http, {"text": "1+27="}, "/retrieve_from_text")
         assert known["loss_mask"] == [0, 0, 0, 1, 1]
+
+
+async def test_tokens_whose_version_was_not_heard_get_no_other_stages(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], chat_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang and vLLM tell the versions with the end of a sample: a stage that fails before has told none."""
+
+    async def generate(request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        sample = r.Sample(text="7", output_ids=encode("7"))
+        sample.output_logprobs.add(token_id=sample.output_ids[0], logprob=-1)
+        if decode(request.input_ids.ids) == "1+2":
+            yield r.GenerateResponse(samples=[sample])
+            raise Reason.ENGINE_FAILED.error("the server is gone")
+        sample.finish_reason.CopyFrom(r.FinishReason(type=r.FINISH_TYPE_LENGTH))
+        sample.versions.add(version=WeightVersion(label="later", sequence=2), start=0, end=1)
+        yield r.GenerateResponse(samples=[sample])
+
+    for stage in fleet.stages.values():
+        monkeypatch.setattr(stage._engine, "generate", generate)
+    async with make_gateway(fleet, dialect="slime", middleware_paths=RADIX, tokenizer=chat_model) as (_, http):
+        _, reply = await post(http, {"text": "1+2"})
+        assert reply["text"] == "77", reply
+        _, known = await post(http, {"text": "1+277"}, "/retrieve_from_text")
+    assert known["loss_mask"] == [0, 0, 0, 1, 1]
+    assert known["weight_versions"] == [None, None, None, None, "later"]
 
 
 async def test_adapters_share_nothing(answering: Callable[..., Any]) -> None:

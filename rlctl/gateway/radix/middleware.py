@@ -151,9 +151,12 @@ async def _known(kept: Trajectories, tokenizer: Tokenizer, prompt: str | Sequenc
 
 
 def _response(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[Piece]:
-    """Return the pieces of a reply: the tokens of its text, and of a stop that was removed from the text."""
+    """Return the pieces of a reply: the tokens of its text, and of a stop that was removed from the text.
+
+    A token outside the spans has no known version: its stage has ended before it reported the version.
+    """
     ids, meta = body["output_ids"], body["meta_info"]
-    versions: list[Version | None] = [meta.get("weight_version")] * len(ids)
+    versions: list[Version | None] = [None] * len(ids)
     for span in meta.get("weight_versions") or ():
         versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
