@@ -179,8 +179,10 @@ class Requests:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._forget([rid])
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:  # also if the caller cancels again
+                self._forget([rid])
 
     @contextmanager
     def accept(self, reading: Reading) -> Iterator[PassedRequest]:

@@ -102,8 +102,11 @@ class OngoingRequest:
         self.cut(_late())
 
     def cut(self, error: RlctlError) -> None:
-        """End the present wait of the request, if any, with an error."""
-        if self._task is not None and self._error is None:
+        """End the present wait of the request, if any, with an error.
+
+        A wait that its caller has cancelled is not cancelled again: this would interrupt the abort at the engine.
+        """
+        if self._task is not None and self._error is None and self._task.cancelling() <= self._cancelled:
             self._error = error
             self._task.cancel()
 

@@ -228,6 +228,26 @@ async def test_a_caller_may_leave_while_the_engine_is_being_ended(host: Host) ->
     assert waiting.cancelled()
 
 
+async def test_a_request_that_its_caller_ends_is_not_interrupted_as_it_ends(host: Host) -> None:
+    """The time of a request is up for its caller and at the stage at the same moment."""
+    ended = False
+
+    async def slow_to_end() -> str:
+        nonlocal ended
+        try:
+            return await new()
+        finally:
+            await asyncio.sleep(3 * SOON_S)
+            ended = True
+
+    waiting = host.wait(slow_to_end(), left=2 * SOON_S)
+    await asyncio.sleep(SOON_S)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    assert ended
+
+
 async def test_time_that_is_up_while_the_caller_takes_its_time_ends_the_next_wait(host: Host) -> None:
     async def said() -> AsyncGenerator[str, None]:
         yield "x"

@@ -176,6 +176,20 @@ async def test_a_sample_that_fails_unforeseen_ends_its_request() -> None:
     assert requests.active == 0
 
 
+async def test_a_request_that_is_ended_twice_at_once_does_not_run_for_ever() -> None:
+    """gRPC ends a call at its deadline, and the stage ends its request then."""
+    server = Server()
+    requests = Requests(server)
+    running = asyncio.create_task(generated(requests, asyncio.Event()))
+    await server.asked.wait()
+    running.cancel()
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert requests.active == 0
+    assert len(server.closed) == 1
+
+
 async def test_too_many_samples_are_refused_before_they_are_made() -> None:
     request = GenerateRequest()
     request.sampling_params.n = MOST_SAMPLES + 1
