@@ -6,9 +6,11 @@ The ranks form a group of their own for each call. The group ends by the call's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.weights.group.rank_groups import Groups, Membership
@@ -19,6 +21,8 @@ Done = TypeVar("Done")
 
 MEET_S = 30.0
 """Seconds that a rank waits for the other ranks. All ranks are called at the same step of the engine."""
+
+_LEAST_S = 0.01
 
 
 class Together:
@@ -54,9 +58,10 @@ class Together:
         self._last = ""
         name = f"rlctl-ranks-{number}"
         place = Membership(*self.store, self._rank, self._size, "gloo")
+        until = time.monotonic() + timeout_s
         self._groups.join(name, place, timeout_s=min(timeout_s, MEET_S), broadcast_timeout_s=timeout_s)
         self._last = name
-        exchange = GroupExchange(self._groups.get(name).process_group)
+        exchange = _TimedExchange(self._groups.get(name).process_group, until)
         try:
             yield exchange
         except BaseException as error:
@@ -65,6 +70,25 @@ class Together:
                 self._last = ""
                 self._groups.leave(name)
             raise
+
+
+class _TimedExchange(GroupExchange):
+    """An exchange with the time of a call. By default a message has the time that the formation had left."""
+
+    def __init__(self, group: Any, until: float) -> None:
+        """``until``: end of the call, on :func:`time.monotonic`'s clock."""
+        super().__init__(group)
+        self._until = until
+
+    def _wait(self, starts: Sequence[Callable[[], Any]]) -> None:
+        self._group._set_default_timeout(self._remaining())
+        super()._wait(starts)
+
+    def _await(self, work: Any) -> None:
+        work.wait(self._remaining())  # the group's default does not count for messages from one rank to another
+
+    def _remaining(self) -> timedelta:
+        return timedelta(seconds=max(self._until - time.monotonic(), _LEAST_S))
 
 
 def agreed(exchange: Exchange, act: Callable[[], Done]) -> Done:

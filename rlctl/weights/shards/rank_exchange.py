@@ -115,10 +115,14 @@ class GroupExchange:
         """Start operations of the group, and wait for their ends."""
         try:
             for work in [start() for start in starts]:
-                work.wait()
+                self._await(work)
         except RuntimeError as error:
             self.failed = True
             raise Reason.GROUP_FAILED.error(f"the ranks of the stage could not exchange: {cause_of(error)}") from error
+
+    def _await(self, work: Any) -> None:
+        """Wait for the end of an operation, for the group's own time."""
+        work.wait()
 
 
 def agree_to_go_on(exchange: Exchange, stop: Stop) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from google.protobuf.message import Message
-from rlctl_servers.ranks import checks
+from rlctl_servers.ranks import checks, rank_exchange
 from rlctl_servers.ranks.model import Places, RankModel
 from rlctl_servers.ranks.rank import Rank
 from rlctl_servers.ranks.rank_exchange import Together
@@ -190,6 +190,32 @@ def test_a_broadcast_that_fails_ends_a_send_at_every_rank(ranks: list[Rank]) -> 
     errors = answers(ranks, "4", "SendWeights", request)
     assert [error.reason for error in errors] == [Reason.GROUP_FAILED] * 2
     store.close()
+
+
+def test_a_rank_may_work_longer_between_two_messages_than_the_ranks_wait_for_each_other_to_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search for places loads the model several times, and a send waits for the receivers."""
+    monkeypatch.setattr(rank_exchange, "MEET_S", 2.0)
+    groups = [Groups("127.0.0.1") for _ in range(2)]
+    store = groups[0].store_address
+
+    def work(rank: int) -> list[bytes]:
+        together = Together(groups[rank], rank, 2)
+        together.store = store
+        with together.exchanging("1", TIMEOUT_S) as exchange:
+            exchange.all_gather_bytes(b"met")
+            if rank:
+                time.sleep(rank_exchange.MEET_S + 1)
+            parts = [torch.zeros(1, dtype=torch.uint8)] * 2
+            exchange.gather(exchange.buffers(parts[rank], [1, 1], 0), 0)
+            if rank:
+                time.sleep(rank_exchange.MEET_S + 1)
+            return exchange.all_gather_bytes(str(rank).encode())
+
+    assert at_all([lambda rank=rank: work(rank) for rank in range(2)]) == [[b"0", b"1"]] * 2
+    for each in groups:
+        each.close()
 
 
 def test_a_rank_that_leaves_ends_the_wait_of_all_other_ranks() -> None:
