@@ -177,10 +177,11 @@ class GatewayServer:
         """Stop accepting requests, let running requests end within ``drain_s``, and disconnect."""
         if self._warming is not None:
             self._warming.cancel()
-        if self._keeper is not None:
-            await self._keeper.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        # At the same time: the router ends once the gateway has answered the router's requests.
+        await asyncio.gather(
+            *([self._keeper.stop(self.config.drain_s)] if self._keeper is not None else []),
+            *([self._runner.cleanup()] if self._runner is not None else []),
+        )
         if self._lasting:
             await asyncio.wait(self._lasting, timeout=self.config.drain_s)
         if self._metrics is not None:

@@ -27,7 +27,7 @@ class Router:
     def start(self) -> None:
         pass
 
-    def stop(self) -> None:
+    def stop(self, drain_s: float = 0.0) -> None:
         pass
 
     def towards(self, wanted: Mapping[str, str]) -> tuple[frozenset[str], frozenset[str]]:

@@ -240,6 +240,24 @@ async def test_it_ends_with_the_gateway(fleet: InProcessFleet, tmp_path: Path) -
         os.kill(pid, 0)
 
 
+async def test_requests_by_way_of_it_end_before_it_does(
+    fleet: InProcessFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the time of the gateway's drain, which is longer than a call of the router takes."""
+    monkeypatch.setattr(process, "CALL_S", 1.0)
+    router = SglangRouter(log=tmp_path / "router.log")
+    server = GatewayServer(GatewayConfig(fleet.server.address, router=router))
+    await server.start()
+    try:
+        await until(router, {"a", "b"})
+        asking = asyncio.create_task(ask(router, {**ASK, "sampling_params": {"max_new_tokens": 2000}}))
+        await eventually(lambda: server.generation.placed == 1)
+    finally:
+        await server.stop()
+    status, reply = await asking
+    assert (status, reply["meta_info"]["completion_tokens"]) == (200, 2000)
+
+
 async def test_a_token_guards_its_list_of_workers_too(make_fleet: Callable[..., Any], tmp_path: Path) -> None:
     """Whoever puts a server of their own on it gets prompts, and the token that comes with them."""
     token = "a token: made for this test"

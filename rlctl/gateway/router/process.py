@@ -145,13 +145,14 @@ class SglangRouter:
         python = Path(path).resolve().parent / "python"  # perhaps a different environment than rlctl's
         return [str(python if python.exists() else sys.executable), "-c", _GUARDED, path]
 
-    def stop(self) -> None:
+    def stop(self, drain_s: float = 0.0) -> None:
+        """End the router. It takes no more requests, and its running requests have ``drain_s`` seconds."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
         process.terminate()
         try:
-            process.wait(CALL_S)
+            process.wait(drain_s + CALL_S)
         except subprocess.TimeoutExpired:
             if error := kill(process, NAME, self._log):
                 log.warning("%s", error)

@@ -116,12 +116,13 @@ class Keeper:
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(f"sglang-router has not its workers after {START_S:g} s") from None
 
-    async def stop(self) -> None:
+    async def stop(self, drain_s: float) -> None:
+        """Stop the router, as :meth:`SglangRouter.stop`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._view.close()
-        await asyncio.to_thread(self._router.stop)
+        await asyncio.to_thread(self._router.stop, drain_s)
 
     def _wanted(self) -> Mapping[str, str]:
         stages = self._view.routable
