@@ -97,13 +97,13 @@ class Progress:
 
     def _go_on(self, request: GenerateRequest) -> None:
         params = request.sampling_params
-        check_resumable(params, self._prompt_ids)
-        request.ClearField("logprob_start_len")
-        request.input_ids.CopyFrom(TokenIds(ids=[*self._prompt_ids, *self._had.rest.output_ids]))
         missing = _limit(params) - self._base
         if missing <= 0:
             self._had.rest.finish_reason.CopyFrom(FinishReason(type=FINISH_TYPE_LENGTH))
             return
+        check_resumable(params, self._prompt_ids)
+        request.ClearField("logprob_start_len")
+        request.input_ids.CopyFrom(TokenIds(ids=[*self._prompt_ids, *self._had.rest.output_ids]))
         params.max_new_tokens = missing
         params.min_new_tokens = max(params.min_new_tokens - self._base, 0)
         if params.HasField("seed"):

@@ -400,6 +400,7 @@ class AsyncRollout:
     async def _attempts(self, job: _Job, deadline: float, timeout_s: float) -> RlctlError | None:
         """Send requests until the sample has ended or may not be repeated. Return the final failure."""
         progress, faults, cuts = job.progress, 0, 0
+        failure: RlctlError | None = None
         while not job.stopped:
             next_attempt = self._dispatch.at_once(self._wanted(job), deadline) or await job.wait(
                 self._dispatch.attempt(lambda: self._wanted(job), deadline, timeout_s)
@@ -408,7 +409,12 @@ class AsyncRollout:
                 return None
             with next_attempt as attempt:
                 tokens_before = progress.tokens
-                request = progress.attempt(attempt.floor)
+                try:
+                    request = progress.attempt(attempt.floor)
+                except Unsupported:
+                    if failure is None:
+                        raise
+                    return failure
                 failure = None if progress.finished else await self._stream(job, attempt, request, deadline)
                 if progress.finished or job.stopped:
                     return None

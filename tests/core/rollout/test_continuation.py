@@ -135,6 +135,16 @@ def test_what_would_be_another_sample_is_not_continued(penalty: str) -> None:
     assert (caught.value.reason, caught.value.field) == (Reason.UNSUPPORTED, f"sampling_params.{penalty}")
 
 
+@pytest.mark.parametrize("sampling", [{"frequency_penalty": 0.5}, {}])
+def test_a_sample_with_all_its_tokens_has_ended_though_it_could_not_go_on(sampling: dict[str, float]) -> None:
+    params = r.SamplingParams(max_new_tokens=2, **sampling)
+    progress = Progress(begin(r.GenerateRequest(text="ab", sampling_params=params)))
+    progress.attempt(0)
+    progress.take(said(1, 2))
+    progress.attempt(0)
+    assert progress.result(latest=1).finish == "length"
+
+
 def test_every_sample_and_every_attempt_draws_on_its_own() -> None:
     seeds = {begin(request(seed=5), prompt=p, index=i).request.sampling_params.seed for p in range(3) for i in range(3)}
     assert len(seeds) == 9

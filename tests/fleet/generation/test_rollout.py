@@ -430,6 +430,24 @@ async def test_a_sample_that_cannot_go_on_is_refused_where_cut_ones_are_returned
         )
 
 
+async def test_a_sample_that_cannot_go_on_names_what_cut_it(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(request: r.GenerateRequest) -> AsyncIterator[r.GenerateResponse]:
+        yield r.GenerateResponse(samples=[r.Sample(output_ids=[7], text="7", completion_tokens=1)])
+        raise Reason.ENGINE_FAILED.error("the server is gone")
+
+    for slot in fleet.stages:
+        monkeypatch.setattr(engine(fleet, slot), "generate", generate)
+    rollout = client.rollout("actor", resume="return")
+    [penalised] = await rollout.generate([5], frequency_penalty=0.5)
+    [untokenised] = await rollout.generate("5")
+    for sample in (penalised, untokenised):
+        assert sample.output_ids == [7]
+        assert sample.error is not None
+        assert (sample.error.reason, sample.error.message) == (Reason.ENGINE_FAILED, "the server is gone")
+
+
 async def test_a_version_that_a_stage_serves_is_known_though_the_news_of_it_are_late(
     client: AsyncFleet, fleet: InProcessFleet, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
