@@ -47,11 +47,11 @@ class Caller:
     """The caller that waits for an answer.
 
     Attributes:
-        left: set once the transport knows that the caller has disconnected; the requested work goes on.
+        disconnected: set once the transport knows that the caller has disconnected; the requested work goes on.
     """
 
     def __init__(self) -> None:
-        self.left = asyncio.Event()
+        self.disconnected = asyncio.Event()
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
@@ -108,7 +108,7 @@ class Journal(Protocol):
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
         """Return every record of a kind, in key order. Called once, at the start."""
 
-    def held(self) -> bool:
+    def owned(self) -> bool:
         """Return True while this process owns the journal. A former owner has a successor, and commands no stage."""
 
 

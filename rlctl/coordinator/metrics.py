@@ -178,7 +178,7 @@ class _MeasuredJournal:
         self._journal = journal
         self._exposition = exposition
         self.read = journal.read
-        self.held = journal.held
+        self.owned = journal.owned
 
     async def write(self, changes: Sequence[Put | Delete]) -> None:
         started = self._clock.now()

@@ -211,7 +211,7 @@ class _Refusals:
     def __init__(self) -> None:
         self._last = ""
 
-    def told(self, name: str, method: Unary) -> Unary:
+    def logged(self, name: str, method: Unary) -> Unary:
         """Return the method with logged refusals."""
 
         async def call(request: Message, remaining_s: float | None) -> Message:
@@ -233,7 +233,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
     """
     refusals = _Refusals()
     implementations: dict[str, Any] = {
-        verb.name: refusals.told(verb.name, coordinator.verb) for verb in offered_by("CoordinatorService")
+        verb.name: refusals.logged(verb.name, coordinator.verb) for verb in offered_by("CoordinatorService")
     }
     handlers: dict[str, Callable[[Any], Awaitable[Message]]] = {
         "RegisterStage": _of_own_slot(coordinator.register_stage, lambda request: request.registration.slot),
@@ -267,7 +267,7 @@ def methods(coordinator: Coordinator, denials: Denials) -> dict[str, Unary | Str
     }
     for name, method in handlers.items():
         unary = _without_deadline(method)
-        implementations[name] = refusals.told(name, unary) if name not in _OFTEN else unary
+        implementations[name] = refusals.logged(name, unary) if name not in _OFTEN else unary
     for name, method in implementations.items():
         audited = _audited(coordinator, name, method) if name in AUDITED else method
         implementations[name] = _allowed(coordinator, denials, name, audited)

@@ -157,14 +157,14 @@ class Coordinator:
         await self.operations.load()
         self.keys.load()
 
-    async def _take_over(self, seen: int) -> None:
+    async def _take_over(self, seen_epoch: int) -> None:
         """Raise the epoch above a seen epoch, durably. Links under the former epoch are closed and dialled again."""
         async with self._raising:
-            if seen < self.roster.epoch:
+            if seen_epoch < self.roster.epoch:
                 return
-            record = FleetRecord(fleet_epoch=seen + 1, first_sequence=self.roster.first_sequence)
+            record = FleetRecord(fleet_epoch=seen_epoch + 1, first_sequence=self.roster.first_sequence)
             await self._journal.write([Put("fleet", "", record.SerializeToString())])
-            self.roster.epoch = seen + 1
+            self.roster.epoch = seen_epoch + 1
             await self._peers.disconnect()
 
     async def end_of_reign(self) -> NoReturn:
@@ -424,7 +424,7 @@ class Coordinator:
             if not request.header.validate_only:
                 await self.roster.change(slots, lambda record: enable(record, request.enabled, request.reason, now))
         if not request.enabled and not request.header.validate_only:
-            await self.roster.told({slot.model for slot in slots})
+            await self.roster.announce({slot.model for slot in slots})
         return self.roster.fleet()
 
     async def report_engine_failure(self, request: rpc.ReportEngineFailureRequest) -> rpc.ReportEngineFailureResponse:
@@ -522,7 +522,7 @@ def _refuse_epoch(attached: Attached, field: str) -> None:
     epoch = attached.report.fleet_epoch
     if epoch >= TOO_HIGH:
         raise Reason.EPOCH_FENCED.error(
-            f"{attached.registration.slot} is held by epoch {epoch}, which no fleet comes to",
+            f"{attached.registration.slot} obeys epoch {epoch}, which no fleet reaches",
             field=field,
             next_step="Restart its engine: it then obeys no epoch.",
         )

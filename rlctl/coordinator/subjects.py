@@ -33,7 +33,7 @@ def refuse_fence(request: Any) -> None:
         raise Reason.FIELD_CONFLICT.error(
             f"{request.DESCRIPTOR.name.removesuffix('Request')} opens an update of its own",
             field="header.fence.update_id",
-            next_step="Leave the fence out.",
+            next_step="Omit the fence.",
         )
 
 

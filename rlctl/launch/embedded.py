@@ -131,7 +131,7 @@ def _announced(child: Process) -> dict[str, str]:
     while not child.serves and child.returncode is None and (since_s := time.monotonic() - began) < LOAD_S:
         if since_s >= remind_s:
             remind_s *= 2
-            log_line = child.said()
+            log_line = child.last_log_line()
             log.warning(
                 "%s: still attaching after %.0f s%s",
                 child.name,

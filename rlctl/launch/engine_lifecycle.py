@@ -127,7 +127,7 @@ class EngineRun:
         self._since = time.monotonic()
         self._again_at = 0.0
         self._quiet_looks = 0
-        self._told = False
+        self._healing_reported = False
         self._orderly_end: float | None = None
         self._killed: list[Launched] = []
         self._unended: RlctlError | None = None
@@ -142,8 +142,8 @@ class EngineRun:
         self._killed.clear()
         self._enter(Phase.STARTING)
         if spec.followers:
-            total = f"{spec.ranks} ranks beside rank 0" if spec.nodes == 1 else f"{spec.nodes} nodes"
-            self._say(f"{spec.slot}: starting ({len(spec.followers)} of its {total})")
+            number, noun = len(spec.followers), "follower rank" if spec.nodes == 1 else "further node"
+            self._say(f"{spec.slot}: starting {number} {noun}{'s' * (number > 1)}, then rank 0")
         try:
             for rank in spec.followers:
                 self._launch(rank)
@@ -216,7 +216,7 @@ class EngineRun:
                     self._limit(self.limits.start_s, "its followers did not come up")
             case Phase.LOADING:
                 if self.leader.serves:
-                    self._told = False
+                    self._healing_reported = False
                     self._enter(Phase.HEALING)
                 else:
                     self._remind("loading")
@@ -238,9 +238,9 @@ class EngineRun:
                     self._enter(Phase.STALE)
                 else:
                     why = (stage.not_routable if stage is not None else "") or "not registered"
-                    if not self._told and time.monotonic() - self._since > TELL_S:
+                    if not self._healing_reported and time.monotonic() - self._since > TELL_S:
                         self._say(f"{self.spec.slot}: loaded, healing ({why})")
-                        self._told = True
+                        self._healing_reported = True
                     self._remind(f"healing ({why})")
                     self._limit(self.limits.heal_s, "not routable", why)
             case Phase.READY:
@@ -357,7 +357,7 @@ class EngineRun:
             return
         self._remind_s *= 2
         waiting = next((process for process in self.processes if not process.serves), self.processes[-1])
-        log_line = waiting.said()
+        log_line = waiting.last_log_line()
         self._say(
             f"{self.spec.slot}: still {what} after {since_s:.0f} s"
             + (f"; its log says: {log_line}" if log_line else "")

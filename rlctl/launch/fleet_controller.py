@@ -287,7 +287,7 @@ class LaunchedFleet:
         self._min_healthy = limits_of_models
         self.engines = specs
         self.limits = limits or self.limits
-        self.gateways.wanted, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
+        self.gateways.specs, self.gateways.backoff_s = tuple(gateways), self.limits.backoff_s
         self._by_hand = frozenset(heal_by_hand)
         for running in self.runs.values():
             running.healed_by(hand=running.spec.model in self._by_hand)
@@ -308,8 +308,8 @@ class LaunchedFleet:
         engines = self.runs.keys() == specs.keys() and all(
             run.phase in UP and not run.spec.differs(specs[slot]) for slot, run in self.runs.items()
         )
-        told = self._told_by_hand == self._by_hand and not self._untold_limits()
-        return engines and not self._replacing and self.gateways.settled and told
+        reported = self._told_by_hand == self._by_hand and not self._untold_limits()
+        return engines and not self._replacing and self.gateways.settled and reported
 
     @property
     def all_ended(self) -> bool:
@@ -383,7 +383,7 @@ class LaunchedFleet:
                 with contextlib.suppress(NotFound):  # never registered
                     await client.report_engine_failure(slot, failure)
 
-            if self._asked(tell):
+            if self._call(tell):
                 self._failures_reported[slot] = (run.error, self.coordinator)
 
     def _report_silence(self) -> None:
@@ -406,7 +406,7 @@ class LaunchedFleet:
         """Disable the slot before the drain. A serving engine is not drained while the coordinator is silent."""
         slot = run.spec.slot
         disabled = slot in stages and not stages[slot].enabled
-        if run.phase is not Phase.READY or disabled or self._asked(lambda client: self._disable(client, slot)):
+        if run.phase is not Phase.READY or disabled or self._call(lambda client: self._disable(client, slot)):
             run.drain()
 
     async def _disable(self, client: AsyncFleet, slot: str) -> None:
@@ -446,9 +446,9 @@ class LaunchedFleet:
             return
         replaced = not stage.enabled and stage.disabled_reason == REPLACED
         if replaced and stage.registration.address == run.leader.facts["address"]:
-            self._asked(lambda client: client.set_enabled([slot], True))
+            self._call(lambda client: client.set_enabled([slot], True))
 
-    def _may_replace(self, run: EngineRun, wanted: Mapping[str, EngineSpec]) -> bool:
+    def _may_replace(self, run: EngineRun, specs: Mapping[str, EngineSpec]) -> bool:
         """Whether a changed engine may be replaced: in sequence within a model, so that the model stays served.
 
         A failed engine blocks no replacement.
@@ -458,9 +458,9 @@ class LaunchedFleet:
         return all(
             engine_run.phase in (*UP, Phase.FAILED)
             for slot, engine_run in self.runs.items()
-            if engine_run.spec.model == run.spec.model and slot in wanted
+            if engine_run.spec.model == run.spec.model and slot in specs
         ) and all(
-            slot in self.runs or self._gpus_held(spec) for slot, spec in wanted.items() if spec.model == run.spec.model
+            slot in self.runs or self._gpus_held(spec) for slot, spec in specs.items() if spec.model == run.spec.model
         )
 
     def _gpus_held(self, spec: EngineSpec) -> bool:
@@ -511,14 +511,14 @@ class LaunchedFleet:
         slots = {spec.slot for spec in self.engines}
         if slots != self._told_slots:
             added, removed = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
-            if self._asked(lambda client: client.admit(added, removed)):
+            if self._call(lambda client: client.admit(added, removed)):
                 self._told_slots = slots
         for model in sorted(self._told_by_hand ^ self._by_hand):
             by_hand = model in self._by_hand
-            if self._asked(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
+            if self._call(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
                 self._told_by_hand ^= {model}
         for model, text in self._untold_limits().items():
-            if self._asked(lambda client, model=model, text=text: client.set_min_healthy(model, text or "0")):  # type: ignore[misc]
+            if self._call(lambda client, model=model, text=text: client.set_min_healthy(model, text or "0")):  # type: ignore[misc]
                 self._told_min_healthy[model] = text
 
     def _untold_limits(self) -> dict[str, str]:
@@ -549,7 +549,7 @@ class LaunchedFleet:
             if slot in slots or not absent:
                 continue
             boot_id = stage.registration.boot_id  # the slot may have been filled since
-            if self._asked(lambda client, slot=slot, boot_id=boot_id: client.deregister(slot, boot_id=boot_id)):  # type: ignore[misc]
+            if self._call(lambda client, slot=slot, boot_id=boot_id: client.deregister(slot, boot_id=boot_id)):  # type: ignore[misc]
                 self._say(f"{slot}: empty and not in the topology: taken off the record")
 
     def _refuse_failed(self) -> None:
@@ -590,7 +590,7 @@ class LaunchedFleet:
         async def ask(client: AsyncFleet) -> None:
             answers.append(await client.busy([slot]))
 
-        return slot in stages and self._asked(ask, BUSY_S) and not answers[0]
+        return slot in stages and self._call(ask, BUSY_S) and not answers[0]
 
     def _status(self) -> FleetMessage | None:
         statuses: list[FleetMessage] = []
@@ -598,10 +598,10 @@ class LaunchedFleet:
         async def ask(client: AsyncFleet) -> None:
             statuses.append(await client.status())
 
-        self._asked(ask)
+        self._call(ask)
         return statuses[0] if statuses else None
 
-    def _asked(self, ask: Callable[[AsyncFleet], Awaitable[object]], limit_s: float = CALL_S) -> bool:
+    def _call(self, ask: Callable[[AsyncFleet], Awaitable[object]], limit_s: float = CALL_S) -> bool:
         """Call the coordinator. Returns False without an answer within the limit; the next step calls again.
 
         An ended coordinator is not called: the SDK would wait, and the supervisor must restart the coordinator. Nor is

@@ -46,9 +46,9 @@ class Gateways:
     """
 
     def __init__(
-        self, wanted: Sequence[GatewaySpec], launcher: LocalLauncher, backoff_s: float, say: Callable[[str], None]
+        self, specs: Sequence[GatewaySpec], launcher: LocalLauncher, backoff_s: float, say: Callable[[str], None]
     ) -> None:
-        self.wanted = tuple(wanted)
+        self.specs = tuple(specs)
         self.errors: dict[str, RlctlError] = {}
         self.unended: RlctlError | None = None
         self._launcher = launcher
@@ -75,14 +75,14 @@ class Gateways:
     @property
     def settled(self) -> bool:
         """Whether all wanted gateways answer, and no other gateway runs."""
-        return {gateway.spec for gateway in self._running.values() if gateway.ready} == set(self.wanted) and not (
+        return {gateway.spec for gateway in self._running.values() if gateway.ready} == set(self.specs) and not (
             self.errors or self._leaving
         )
 
     def look(self, coordinator: str, *, restart: bool) -> None:
         """Take one step per gateway. ``restart``: ended gateways start again at the same address."""
         self._reap()
-        specs = {spec.model: spec for spec in self.wanted}
+        specs = {spec.model: spec for spec in self.specs}
         for model, gateway in list(self._running.items()):
             if specs.get(model) != gateway.spec:
                 gateway.process.terminate()
@@ -153,7 +153,7 @@ class Gateways:
             self._failed(gateway, Reason.DEADLINE_EXCEEDED.error(why, next_step=f"See {process.log}."))
         elif since_s >= gateway.remind_s:
             gateway.remind_s *= 2
-            log_line = process.said()
+            log_line = process.last_log_line()
             self._say(
                 f"{process.name}: still starting after {since_s:.0f} s"
                 + (f"; its log says: {log_line}" if log_line else "")

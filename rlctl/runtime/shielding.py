@@ -27,7 +27,7 @@ async def answer(work: Coroutine[Any, Any, T], *, cancellable: bool = False) -> 
     try:
         return await (task if cancellable else shielded(task))
     except asyncio.CancelledError:
-        caller.left.set()
+        caller.disconnected.set()
         raise
 
 

@@ -129,15 +129,15 @@ class AsyncFleet(AsyncAdmin):
 
     async def models(self, timeout_s: float = CONNECT_S) -> list[Model]:
         """Return the models by name, as last reported by the coordinator. Raises DEADLINE_EXCEEDED."""
-        await self._told(timeout_s)
+        await self._fleet_known(timeout_s)
         return self._lines.view.models
 
     async def stages(self, timeout_s: float = CONNECT_S) -> list[Stage]:
         """Return the stages by slot, as last reported by the coordinator. Raises DEADLINE_EXCEEDED."""
-        await self._told(timeout_s)
+        await self._fleet_known(timeout_s)
         return list(self._lines.view.stages)
 
-    async def _told(self, timeout_s: float) -> None:
+    async def _fleet_known(self, timeout_s: float) -> None:
         if self._lines.view.is_known:
             self._lines.view.check()
             return
@@ -145,7 +145,9 @@ class AsyncFleet(AsyncAdmin):
             async with asyncio.timeout(timeout_s):
                 await self._lines.view.known()
         except TimeoutError:
-            raise Reason.DEADLINE_EXCEEDED.error(f"the coordinator told of no models in {timeout_s:g} s") from None
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"the coordinator has not reported the fleet within {timeout_s:g} s"
+            ) from None
 
     # Generation.
 

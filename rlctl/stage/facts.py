@@ -172,7 +172,7 @@ class Facts:
         if verb.mutates(request) and fence.fleet_epoch != self.fleet_epoch:
             reason = Reason.EPOCH_FENCED if fence.fleet_epoch else Reason.EPOCH_REQUIRED
             raise reason.error(
-                f"the stage is held by epoch {self.fleet_epoch}, the command says {fence.fleet_epoch}",
+                f"the stage obeys epoch {self.fleet_epoch}, the command has epoch {fence.fleet_epoch}",
                 field="header.fence.fleet_epoch",
             )
         if verb.in_update and self.update is not None and fence.update_id != self.update.update_id:

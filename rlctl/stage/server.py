@@ -186,7 +186,7 @@ class StageServer:
             async with asyncio.timeout(max(until - self._clock.now(), 0.0)):
                 await self._engine.stop()
         except TimeoutError:
-            log.warning("%s: the engine did not stop in time and is left behind", self.config.slot)
+            log.warning("%s: the engine did not stop in time and may still run", self.config.slot)
         if self._stage is not None:
             await self._stage.leave()
         await self._admin.stop(self._grace_s(until))
@@ -489,7 +489,7 @@ class StageServer:
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
                 logged = ""
-                await stage.left.wait()
+                await stage.unattached.wait()
                 problem = "the coordinator's stream has ended"
             except TimeoutError:
                 problem = "registered, but no coordinator attached"

@@ -72,7 +72,7 @@ class Serving(NamedTuple):
         self._refuse_without_lease(clock)
         if min_version_seq > self.version.sequence:
             raise Reason.VERSION_TOO_OLD.error(
-                f"{self.slot} is at version {self.version.sequence}, {min_version_seq} was asked for",
+                f"{self.slot} is at version {self.version.sequence}; the request requires {min_version_seq}",
                 field="min_version_seq",
             )
         if adapter and adapter == self.closed_adapter:

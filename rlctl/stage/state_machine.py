@@ -65,11 +65,11 @@ class Stage:
         """Epoch of the stage's own coordinator at the last registration; None without such a coordinator."""
         self.facts = Facts(checkpoint=registration.checkpoint, model_digest=registration.model_digest)
         self.attached = asyncio.Event()
-        self.left = asyncio.Event()
-        """``attached`` is set while a coordinator is attached, ``left`` otherwise. Exactly one event is set: a task
-        that waits for both in turn misses no change, however short a link lives.
+        self.unattached = asyncio.Event()
+        """``attached`` is set while a coordinator is attached, ``unattached`` otherwise. Exactly one event is set, so a
+        task that waits for both in turn misses no change, however short a link lives.
         """
-        self.left.set()
+        self.unattached.set()
         self._engine = engine
         self._relay = relay
         self._ranks = list(ranks)
@@ -112,7 +112,7 @@ class Stage:
         self.facts.fleet_epoch = attach.fleet_epoch
         self.facts.joined = True
         self.incarnation = attach.incarnation
-        self.left.clear()
+        self.unattached.clear()
         self.attached.set()
         self._changed(tell=False)
         if former is not None and former is not link:
@@ -130,7 +130,7 @@ class Stage:
             )
         if attach.fleet_epoch < self.facts.fleet_epoch:
             raise Reason.EPOCH_FENCED.error(
-                f"epoch {attach.fleet_epoch} is over: the stage is held by epoch {self.facts.fleet_epoch}",
+                f"epoch {attach.fleet_epoch} is over: the stage obeys epoch {self.facts.fleet_epoch}",
                 field="attach.fleet_epoch",
             )
         if attach.slot and attach.slot != self.registration.slot:
@@ -151,7 +151,7 @@ class Stage:
         if link is self._link:
             self._link = None
             self.attached.clear()
-            self.left.set()
+            self.unattached.set()
 
     async def leave(self) -> None:
         """Close the coordinator's stream from this side."""

@@ -207,7 +207,7 @@ class Leading:
                 request_id=self._state.update_id,
             )
         except OperationFailed as error:
-            self._state.told = operation = error.operation
+            self._state.ended_operation = operation = error.operation
             refuse_unpublished(operation)
         except RlctlError as error:
             self._state.decided = error.outcome == common_pb2.OUTCOME_UNKNOWN
@@ -309,7 +309,7 @@ class Leading:
             ended = await asyncio.shield(asyncio.create_task(self._abort(plan, reason, deadline, cause)))
             own = error.operation if isinstance(error, OperationFailed) else None
             is_own = own is not None and own.operation_id == plan.update_id
-            self._state.told = own if ended is None and is_own else ended
+            self._state.ended_operation = own if ended is None and is_own else ended
             if ended is not None and ended.state == OPERATION_STATE_OK:
                 # The commit was under way: the coordinator has completed the update, and only the answer is missing.
                 self._note(request, ended, digests)

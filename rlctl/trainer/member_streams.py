@@ -50,12 +50,12 @@ class _Call:
     Attributes:
         number: the member's own count.
         version: label of the call.
-        said: the member's last message.
+        latest: the member's last message.
     """
 
     number: int
     version: str
-    said: JoinRequest
+    latest: JoinRequest
 
 
 class Members:
@@ -63,8 +63,8 @@ class Members:
 
     An update is one call at every rank. Calls belong together by order: a member's oldest unanswered call is the part
     in the lead's present update. Counts of ranks may differ, because a rank was not called or failed before joining. A
-    failed call is not a part in an update to a different version, even if the failure arrives after the begin. A member
-    that is late for an update is told the end.
+    failed call is not a part in an update to a different version, even if the failure arrives after the begin. A late
+    member receives the end of the update.
 
     Attributes:
         shipments: segments written by members, in order of arrival.
@@ -111,7 +111,7 @@ class Members:
         try:
             yield
         except BaseException as error:
-            operation = state.told if isinstance(error, asyncio.CancelledError) else None
+            operation = state.ended_operation if isinstance(error, asyncio.CancelledError) else None
             served = operation is not None and bool(operation.weight_version.sequence)
             failed = JoinResponse(failed=detail(error), outcome=state.outcome)
             self.end(JoinResponse(ended=operation) if served else failed)
@@ -133,7 +133,7 @@ class Members:
             self._send(rank, self._present[rank].number, message)
 
     def end(self, message: JoinResponse) -> None:
-        """Tell every member the end of the update. A member that has not joined is told on joining."""
+        """Send every member the end of the update. A later member receives it on joining."""
         for rank in self._ranks:
             waiting = self._waiting[rank]
             if rank not in self._present and waiting and waiting[0].version == self._version:
@@ -156,7 +156,7 @@ class Members:
 
     async def stopped(self, attempt: int) -> None:
         """Wait until every member has ended an attempt, with any result. Raises TRAINER_RANK_LOST."""
-        while not all(call.said.attempt >= attempt for call in self._present.values()):
+        while not all(call.latest.attempt >= attempt for call in self._present.values()):
             await self._more()
 
     def waits(self, shipped: JoinRequest, attempt: int) -> bool:
@@ -169,7 +169,7 @@ class Members:
     async def _collect(self, attempt: int) -> dict[int, JoinRequest]:
         while True:
             self._take_in()
-            answers = {rank: call.said for rank, call in self._present.items() if call.said.attempt >= attempt}
+            answers = {rank: call.latest for rank, call in self._present.items() if call.latest.attempt >= attempt}
             for rank, request in sorted(answers.items()):
                 if request.HasField("failed"):
                     if self._is_elsewhere(rank):
@@ -188,13 +188,13 @@ class Members:
         member fails with the conflict or, if the call ended before, with a different reason.
         """
         for rank, waiting in self._waiting.items():
-            if self._is_elsewhere(rank) and self._present[rank].said.failed.reason not in _IN_CONFLICT:
+            if self._is_elsewhere(rank) and self._present[rank].latest.failed.reason not in _IN_CONFLICT:
                 del self._present[rank]
             while waiting and rank not in self._present:
                 call = waiting.popleft()
                 if call.version == self._version:
                     self._present[rank] = call
-                elif not call.said.HasField("failed"):
+                elif not call.latest.HasField("failed"):
                     self._present[rank] = call
                     self.answer(rank, JoinResponse(failed=self._conflict(rank).detail()))
 
@@ -246,7 +246,7 @@ class Members:
         present = self._present.get(rank)
         for call in [*self._waiting[rank], *([present] if present else [])]:
             if call.number == message.update:
-                call.said = message
+                call.latest = message
 
     def _send(self, rank: int, update: int, message: JoinResponse) -> None:
         addressed = JoinResponse(update=update)
@@ -290,7 +290,7 @@ class Lead:
     def fail(self, version: str, error: ErrorDetail) -> None:
         """Report an update that failed at this rank before the rank joined.
 
-        Without the report, the lead would give the end of its own part to a later update of that label.
+        Without the report, the lead would end a later update of this label at this rank.
         """
         self._updates += 1
         self._report(self._updates, version, error)

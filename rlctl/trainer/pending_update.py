@@ -27,7 +27,7 @@ class UpdateState:
         begun: the first step was made, and the update has a number at the trainer.
         sent: set after the last read of this rank's tensors, which may then be overwritten.
         decided: the update can no longer be cancelled from this rank.
-        told: the coordinator's operation after an abort.
+        ended_operation: the coordinator's operation after an abort.
         ended: set after the update has ended, with any result.
         watched: the caller continues, and may learn that the tensors were sent before the update has ended.
         update_id: id of the update at the coordinator; "" before the begin.
@@ -42,7 +42,7 @@ class UpdateState:
         self.begun = False
         self.sent = asyncio.Event()
         self.decided = False
-        self.told: Operation | None = None
+        self.ended_operation: Operation | None = None
         self.ended = asyncio.Event()
         self.watched = watched
         self.update_id = ""
@@ -62,7 +62,10 @@ class UpdateState:
     @property
     def outcome(self) -> Outcome.ValueType:
         """Outcome of a cancelled update for the version, as far as this rank knows."""
-        ended = self.told is not None and self.told.state in (OPERATION_STATE_FAILED, OPERATION_STATE_CANCELLED)
+        ended = self.ended_operation is not None and self.ended_operation.state in (
+            OPERATION_STATE_FAILED,
+            OPERATION_STATE_CANCELLED,
+        )
         return OUTCOME_UNKNOWN if self.decided and not ended else OUTCOME_REJECTED
 
 

@@ -141,7 +141,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
             backend_names = ", ".join(_TRANSPORTS)
             raise Reason.FIELD_INVALID.error(f"backend is {backend!r}; it must be of {backend_names}", field="backend")
         if host and network:
-            raise Reason.FIELD_CONFLICT.error("host says already which address is meant", field="network")
+            raise Reason.FIELD_CONFLICT.error("host and network exclude each other", field="network")
         self._path = _PATHS[path]
         # An empty list means gloo. The coordinator then also admits engines that report no transports.
         self._transports = [] if backends == ["gloo"] else [_TRANSPORTS[name] for name in dict.fromkeys(backends)]
@@ -345,7 +345,7 @@ class AsyncPublisher(contextlib.AbstractAsyncContextManager["AsyncPublisher"]):
         if self._fleet is not None and result.left_out:
             named = ", ".join(f"{slot} ({cause})" for slot, cause in result.left_out.items())
             what = f"version {version} of adapter {adapter}" if adapter else f"version {version}"
-            log.warning("%s has not come to %s", what, named)
+            log.warning("%s was not sent to %s", what, named)
         return result
 
     def update_async(
@@ -538,8 +538,8 @@ def has_digest(weights: Weights, digest: str, *, checkpoint: str = "") -> bool:
 
 def _in_the_end(state: UpdateState, deadline_s: float) -> Operation:
     """Return the operation of an update past the deadline if the version is served. Raises DEADLINE_EXCEEDED."""
-    if state.told is not None and state.told.weight_version.sequence:
-        return state.told
+    if state.ended_operation is not None and state.ended_operation.weight_version.sequence:
+        return state.ended_operation
     message, next_step = f"the update did not end within {deadline_s:g} s", ""
     if state.outcome == common_pb2.OUTCOME_UNKNOWN:
         message += "; it was being committed, and its version may be served"
@@ -568,9 +568,9 @@ def _kind(
     return verbs_pb2.UPDATE_KIND_ADAPTER
 
 
-def _pause(asked: str | None, adapter: str) -> str:
+def _pause(mode: str | None, adapter: str) -> str:
     """Return the requested pause mode; for None, the mode that loses least."""
-    return asked if asked is not None else "in_place" if adapter else "retract"
+    return mode if mode is not None else "in_place" if adapter else "retract"
 
 
 def _adapter_config(

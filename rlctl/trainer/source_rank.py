@@ -172,7 +172,7 @@ class Part:
             shipping[:] = [asyncio.run_coroutine_threadsafe(_awaited(ship(segments)), loop)]
             shipping[0].result()
 
-        def left() -> None:
+        def all_read() -> None:
             state.ordering.settle()
             if attempt.last and not stop.is_set():
                 loop.call_soon_threadsafe(state.sent.set)
@@ -183,7 +183,7 @@ class Part:
             with state.ordering.after():
                 if attempt.local:
                     return _look(weights, self._announced.parse(attempt.buckets))
-                return self._work(passing, attempt, stop, ship_from_thread, left, state.count_to)
+                return self._work(passing, attempt, stop, ship_from_thread, all_read, state.count_to)
 
         def finish() -> None:
             if not self._alone and not attempt.local:
@@ -229,10 +229,10 @@ class Part:
         attempt: Attempt,
         stop: threading.Event,
         ship: Callable[[Sequence[TensorSegment]], None],
-        left: Callable[[], None],
+        on_all_read: Callable[[], None],
         count_to: Callable[[int], ByteCount],
     ) -> Sent:
-        """Run the attempt in a thread. ``left`` is called after the last read of the weights.
+        """Run the attempt in a thread. ``on_all_read`` is called after the last read of the weights.
 
         ``count_to`` is called with the bytes to send, before the first byte.
         """
@@ -240,7 +240,7 @@ class Part:
             for _ in weights.tensors():
                 if stop.is_set():
                     raise Reason.CANCELLED.error("the attempt was stopped")
-            left()
+            on_all_read()
             return Sent()
         announced = self._announced.parse(attempt.buckets)
         dtypes = {meta.name: meta.dtype for _, bucket in announced for meta in bucket.metas}
@@ -267,7 +267,7 @@ class Part:
                 weights = passing[-1]
             try:
                 if attempt.shared_devices:
-                    result.bytes += self._share(weights, dtypes, attempt, None, ship, left, count)
+                    result.bytes += self._share(weights, dtypes, attempt, None, ship, on_all_read, count)
                 else:
                     deque(weights.tensors(), maxlen=0)
             except BaseException:
@@ -279,7 +279,7 @@ class Part:
                     sent_pass.close()
             result.bytes += sum(sent_pass.bytes for sent_pass in passing)
         elif attempt.shared_devices:
-            result.bytes += self._share(weights, dtypes, attempt, digest, ship, left, count_to(shared_bytes))
+            result.bytes += self._share(weights, dtypes, attempt, digest, ship, on_all_read, count_to(shared_bytes))
         elif digest is not None or attempt.finite:
             for name, tensor in as_announced(weights, dtypes):
                 if attempt.finite and not is_finite(tensor, dtypes[name]):
@@ -287,7 +287,7 @@ class Part:
                 if digest is not None:
                     digest.add(name, tensor, dtypes[name])
         if not attempt.shared_devices:
-            left()
+            on_all_read()
         if result.bytes:
             result.tensors = len(weights.metas())
         result.elapsed.CopyFrom(duration(time.perf_counter() - started))
@@ -302,7 +302,7 @@ class Part:
         attempt: Attempt,
         digest: ModelDigest | None,
         ship: Callable[[Sequence[TensorSegment]], None],
-        left: Callable[[], None],
+        on_all_read: Callable[[], None],
         count: ByteCount,
     ) -> int:
         """Copy the weights, in the wire's dtypes, into segments while the ranks read the previous segment.
@@ -319,7 +319,7 @@ class Part:
             lease_s=lease_s,
             digest=digest,
             deadline=time.monotonic() + lease_s,
-            left=left,
+            on_all_read=on_all_read,
         )
         deliveries: list[concurrent.futures.Future[None]] = []
         try:
@@ -348,11 +348,11 @@ class Part:
             self._segments = SegmentSender(device)
         return self._segments
 
-    def _join(self, wanted: Sequence[GroupPlan], attempt: Attempt, stop: threading.Event) -> list[WeightGroup]:
+    def _join(self, plans: Sequence[GroupPlan], attempt: Attempt, stop: threading.Event) -> list[WeightGroup]:
         """Return the existing groups, or form new groups with every target rank."""
-        if not all(group.formed and group.group_name in self._groups for group in wanted):
+        if not all(group.formed and group.group_name in self._groups for group in plans):
             self._leave()
-            for group in wanted:
+            for group in plans:
                 form = join_vllm if group.backend == BACKEND else partial(join, rank=0, backend=group.backend)
                 self._groups[group.group_name] = form(
                     (attempt.store_address, attempt.store_port),
@@ -363,7 +363,7 @@ class Part:
                     interface_host=self._host,
                     stop=stop,
                 )
-        groups = [self._groups[group.group_name] for group in wanted]
+        groups = [self._groups[group.group_name] for group in plans]
         for standing in groups:
             standing.allow(seconds(attempt.timeout))
         return groups
@@ -433,10 +433,10 @@ def cut_off(cause: BaseException) -> bool:
     )
 
 
-async def explained(failure: BaseException, others: asyncio.Future[Any]) -> BaseException:
+async def explained(failure: BaseException, other_ranks: asyncio.Future[Any]) -> BaseException:
     """Return the error to raise for a failure of this trainer rank.
 
-    If ``others`` soon fails because a rank is gone, that is the error: the lost rank also breaks the trainer's
+    If ``other_ranks`` soon fails because a rank is gone, that is the error: the lost rank also breaks the trainer's
     collectives and its groups. A defect of this source is returned unchanged; a defect of a different source explains a
     broken group.
     """
@@ -444,8 +444,8 @@ async def explained(failure: BaseException, others: asyncio.Future[Any]) -> Base
     if isinstance(failure, RlctlError) and failure.reason is not Reason.GROUP_FAILED:
         return failure
     # A rank with a failed source waits LOST_S itself before it reports.
-    await asyncio.wait({others}, timeout=LOST_S + SAYS_S if broken else LOST_S)
-    reported = others.exception() if others.done() and not others.cancelled() else None
+    await asyncio.wait({other_ranks}, timeout=LOST_S + SAYS_S if broken else LOST_S)
+    reported = other_ranks.exception() if other_ranks.done() and not other_ranks.cancelled() else None
     if not isinstance(reported, RlctlError) or reported.reason is Reason.GROUP_FAILED:
         return failure
     if not broken and reported.reason is not Reason.TRAINER_RANK_LOST:

@@ -78,7 +78,7 @@ def from_grpc(error: grpc.RpcError) -> RlctlError:
         case grpc.StatusCode.UNAVAILABLE:
             return Reason.UNREACHABLE.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.INTERNAL if details == _ENDED:
-            return Reason.UNREACHABLE.error("the call was ended, before it was told why", outcome=OUTCOME_UNKNOWN)
+            return Reason.UNREACHABLE.error("the call ended without a reason", outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Reason.DEADLINE_EXCEEDED.error(details, outcome=OUTCOME_UNKNOWN)
         case grpc.StatusCode.CANCELLED:

@@ -271,7 +271,7 @@ def test_the_end_of_an_update_says_what_it_does_not_prove_and_what_it_leaves_pau
     expected, none = common_pb2.VERIFICATION_LEVEL_EXPECTED, common_pb2.VERIFICATION_LEVEL_NONE
     assert told(expected, ready) == "WeightUpdate OK: 1 of 1 stage confirmed; paused 500ms. (operation u)"
     assert "; not verified: a; paused 500ms." in told(none, ready)
-    assert "; paused 500ms, and still is." in told(expected, paused)
+    assert "; paused 500ms, still paused." in told(expected, paused)
     away = ExcludedStage(slot="b", reason="UNREACHABLE")
     operation = Operation(operation_id="u", update_id="u", verb="WeightUpdate", excluded=[away])
-    assert "; left out: b (UNREACHABLE)" in operations.summary(operation)
+    assert "; excluded: b (UNREACHABLE)" in operations.summary(operation)

@@ -127,8 +127,8 @@ def _always_computed(results: Any, probe: Any) -> dict[str, Any]:
     return {}
 
 
-def _decode_always_right(results: Any, *, wanted: bool) -> tuple[dict[str, Any], frozenset[str]]:
-    del wanted
+def _decode_always_right(results: Any, *, required: bool) -> tuple[dict[str, Any], frozenset[str]]:
+    del required
     return {}, frozenset(result.slot for result in results)
 
 
@@ -184,11 +184,11 @@ MUTANTS: dict[str, list[Patch]] = {
     "fencing": [
         (Facts, "refuse", _no_epoch),
         (Stage, "_refuse_attach", _nothing),
-        (SimJournal, "held", lambda self: self is not None),
+        (SimJournal, "owned", lambda self: self is not None),
     ],
     "decode_check": [(verification_levels, "judge_decode", _decode_always_right)],
     "follower_link": [(Follower, "obeys", _obeys_anybody)],
-    "journal_fencing": [(SimJournal, "held", lambda self: self is not None)],
+    "journal_fencing": [(SimJournal, "owned", lambda self: self is not None)],
     "grant_order": [
         (Stage, "grant", _any_grant),
         (Stage, "obeys", _obeys_anybody),

@@ -21,7 +21,7 @@ class Child:
         self.last = ""
         self.returncode: int | None = None
 
-    def said(self) -> str:
+    def last_log_line(self) -> str:
         return self.last
 
     def log_lines(self) -> list[str]:

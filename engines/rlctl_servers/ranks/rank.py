@@ -321,7 +321,7 @@ class Rank:
         checked = self._segments.check(message_segments, self._receiver)
         self._shards.refuse_again(
             (meta.name, f"{segment.field}.tensors[{number}].name")
-            for segment in self._segments.mine(message_segments)
+            for segment in self._segments.for_this_rank(message_segments)
             for number, (meta, _) in enumerate(segment.tensors)
         )
         self._model.use_loader("" if request.load_format == FLATTENED else request.load_format)

@@ -60,12 +60,12 @@ class Field:
         return "field_" + "_".join(field.name for field in self.path)
 
 
-def fields_of(message: Any, taken: Collection[str] = ()) -> list[Field]:
+def fields_of(message: Any, reserved: Collection[str] = ()) -> list[Field]:
     """Return the fields of a request's descriptor that become options.
 
-    A field with a name in ``taken`` gets the prefix ``--request-``.
+    A field with a name in ``reserved`` gets the prefix ``--request-``.
     """
-    flags, fields = set(taken), []
+    flags, fields = set(reserved), []
     for path in _paths(message):
         flag = "--" + path[-1].name.replace("_", "-")
         if flag in flags:

@@ -157,10 +157,10 @@ class Settings:
         endpoint = self._get("endpoint", None)
         return None if endpoint is None else str(endpoint)
 
-    def _choice(self, name: str, known: tuple[str, ...]) -> str:
-        value = str(self._get(name, known[0]))
-        if value not in known:
-            raise self._bad(name, f"it must be one of {', '.join(known)}")
+    def _choice(self, name: str, choices: tuple[str, ...]) -> str:
+        value = str(self._get(name, choices[0]))
+        if value not in choices:
+            raise self._bad(name, f"it must be one of {', '.join(choices)}")
         return value
 
     def _bad(self, name: str, why: str) -> RlctlError:

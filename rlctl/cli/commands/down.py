@@ -52,7 +52,8 @@ def down(settings: Settings, name: str | None) -> None:
         show(settings, _view(running))
         settings.say("Nothing was done.")
         return
-    settings.confirm(f"Take down fleet {name!r} ({len(running.processes)} processes at {running.endpoint})?")
+    ending = len(running.processes) + 1  # the supervisor, too
+    settings.confirm(f"Take down fleet {name!r} ({ending} processes at {running.endpoint})?")
     if running.alive:
         try:
             os.kill(running.pid, signal.SIGTERM)
@@ -64,7 +65,7 @@ def down(settings: Settings, name: str | None) -> None:
     deadline = time.monotonic() + limit_s
     while running.alive:
         if time.monotonic() > deadline:
-            raise Reason.DEADLINE_EXCEEDED.error(f"supervisor {running.pid} did not end in {limit_s:g} s")
+            raise Reason.DEADLINE_EXCEEDED.error(f"supervisor {running.pid} has not ended within {limit_s:g} s")
         time.sleep(LOOK_S)
     deadline = min(deadline, time.monotonic() + ENDS_S)
     while running.survivors and time.monotonic() < deadline:

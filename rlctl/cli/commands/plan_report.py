@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.cli.app.local_fleets import DEFAULT_ENDPOINT
 from rlctl.cli.app.settings import MACHINE_FORMATS, Settings
+from rlctl.cli.render import values
 from rlctl.cli.render.printer import View
 from rlctl.cli.render.tables import Table, facts
 from rlctl.contract.errors import Reason
@@ -192,8 +193,8 @@ def plan_tables(
             ("Coordinator", prepared.endpoint or topology.listen),
             ("Launcher", topology.launcher),
             ("Interface", topology.interface),
-            ("GPUs", f"{topology.num_gpus} on {plan.nodes} node{'s' if plan.nodes > 1 else ''} of "
-                     f"{topology.num_gpus_per_node}" if topology.num_gpus else ""),
+            ("GPUs", f"{topology.num_gpus}, on {values.count(plan.nodes, 'node')} of {topology.num_gpus_per_node} GPUs"
+                     if topology.num_gpus else ""),
         ]
     )  # fmt: skip
     models = Table(

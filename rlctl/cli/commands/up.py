@@ -59,7 +59,7 @@ def up(
     deployment: Path | None,
     lock: int | None,
     end_with_parent: bool,
-    **given: Any,
+    **flag_values: Any,
 ) -> None:
     """Start a fleet on this machine from a topology file, or from flags: a coordinator, and every engine's processes.
 
@@ -72,7 +72,7 @@ def up(
     """
     from rlctl.cli.commands.plan_report import plan_view, prepare, token, warn
     from rlctl.launch.deployment import Deployment
-    from rlctl.launch.supervisor.supervisor import supervise, taken
+    from rlctl.launch.supervisor.supervisor import name_in_use, supervise
     from rlctl.transport.auth import token_variables
 
     if end_with_parent:
@@ -82,7 +82,7 @@ def up(
     if deployment is not None:
         desired = Deployment.of(json.loads(deployment.read_text()))
         supervise(settings, desired, lambda ready: _announce(settings, ready), lock=lock, new=new)
-    prepared = prepare(file, flags(given))
+    prepared = prepare(file, flags(flag_values))
     warn(settings, prepared.problems)
     desired = prepared.deployment
     refuse_insecure(
@@ -95,7 +95,7 @@ def up(
             next_step="Set RLCTL_TOKEN or RLCTL_TOKEN_FILE, or use --tls.",
         )
     if prepared.running is not None and file is None:
-        raise taken(desired.name)
+        raise name_in_use(desired.name)
     if prepared.running is not None and new:
         raise Reason.OPERATION_CONFLICT.error(
             f"fleet {desired.name!r} is up, so it cannot be started over",
@@ -171,20 +171,20 @@ def _announce(settings: Settings, ready: FleetState) -> None:
     settings.say(f"{_READY} Ctrl-C takes it down, and so does `rlctl down --name {ready.name}`.")
 
 
-def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
+def _detach(settings: Settings, deployment: Deployment, *, new: bool) -> None:
     """Start a supervisor in a new session, and print the supervisor's lines until the fleet is ready."""
     from rlctl.launch.supervisor.supervisor import claimed
 
-    directory = state_directory(wanted.name)
+    directory = state_directory(deployment.name)
     log = directory / "logs" / "supervisor.log"
-    deployment = directory / "deployment.json"
+    deployment_file = directory / "deployment.json"
     # The lock is taken before files of a second fleet could be overwritten; the supervisor inherits the lock.
-    with claimed(wanted.name) as lock:
+    with claimed(deployment.name) as lock:
         private_files.make_directory(log.parent, own=True)
-        private_files.write_text(deployment, json.dumps(wanted.data, indent=2))
+        private_files.write_text(deployment_file, json.dumps(deployment.data, indent=2))
         with open(log, "w", opener=private_files.opener) as output:
             supervisor = subprocess.Popen(
-                [sys.executable, "-m", "rlctl", *_as_given(settings), "up", "--deployment", str(deployment),
+                [sys.executable, "-m", "rlctl", *_as_given(settings), "up", "--deployment", str(deployment_file),
                  "--lock", str(lock), *(["--new"] if new else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -194,7 +194,7 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
             )  # fmt: skip
     printed_lines: list[str] = []
     # --timeout ends the start in the supervisor, which then takes the processes down.
-    steps = Steps(wanted.name, supervisor.pid, settings.timeout_s and settings.timeout_s + SURVIVE_S)
+    steps = Steps(deployment.name, supervisor.pid, settings.timeout_s and settings.timeout_s + SURVIVE_S)
     with log.open() as lines:
 
         def tell() -> None:
@@ -211,7 +211,7 @@ def _detach(settings: Settings, wanted: Deployment, *, new: bool) -> None:
                     if settings.quiet:
                         click.echo("\n".join(_failure(printed_lines)), err=True)
                     raise SystemExit(supervisor.returncode if supervisor.returncode > 0 else 1)
-                ready = fleet_state.read(wanted.name)
+                ready = fleet_state.read(deployment.name)
                 if ready is not None and ready.pid == supervisor.pid and ready.phase == fleet_state.READY:
                     break
                 steps.refuse_stuck()
@@ -238,10 +238,10 @@ def _as_given(settings: Settings) -> list[str]:
     return [word for name, value in global_flags.items() if value for word in (name, value)]
 
 
-def _failure(said: Sequence[str]) -> Sequence[str]:
+def _failure(lines: Sequence[str]) -> Sequence[str]:
     """Return the error lines of a supervisor that has ended."""
-    first = next((index for index, line in enumerate(said) if line.startswith(("Error:", '{"error"'))), 0)
-    return said[first:]
+    first = next((index for index, line in enumerate(lines) if line.startswith(("Error:", '{"error"'))), 0)
+    return lines[first:]
 
 
 def _state_view(ready: FleetState) -> View:

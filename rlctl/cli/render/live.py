@@ -11,13 +11,13 @@ from rlctl.cli.render import tables
 from rlctl.cli.render.printer import View, show
 
 
-def show_live(settings: Settings, views: Generator[View, None, None], seen: threading.Event) -> None:
-    """Show each view until the last view or an interrupt. ``seen`` is set at the first view."""
+def show_live(settings: Settings, views: Generator[View, None, None], shown: threading.Event) -> None:
+    """Show each view until the last view or an interrupt. ``shown`` is set at the first view."""
     console = tables.console(settings.color) if settings.output in ("table", "wide") else None
     if console is None or not console.is_terminal or not console.file.isatty():
         with contextlib.closing(views):
             for view in views:
-                seen.set()
+                shown.set()
                 show(settings, view)
         return
     from rich.live import Live
@@ -31,7 +31,7 @@ def show_live(settings: Settings, views: Generator[View, None, None], seen: thre
         with live, contextlib.closing(views):
             for view in views:
                 last = view
-                seen.set()
+                shown.set()
                 live.update(tables.rich(view.tables(wide), width=console.width, whole_ids=wide), refresh=True)
     finally:
         if last is not None:

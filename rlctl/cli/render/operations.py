@@ -92,10 +92,10 @@ def summary(operation: Operation) -> str:
     if update and unverified:
         parts.append(f"not verified: {', '.join(unverified)}")
     if update and operation.excluded:
-        parts.append(f"left out: {', '.join(f'{stage.slot} ({stage.reason})' for stage in operation.excluded)}")
+        parts.append(f"excluded: {', '.join(f'{stage.slot} ({stage.reason})' for stage in operation.excluded)}")
     if update and operation.HasField("pause_time"):
         still_paused = any(result.state == STAGE_STATE_PAUSED for result in acknowledging)
-        parts.append(f"paused {values.duration(operation.pause_time)}{', and still is' if still_paused else ''}")
+        parts.append(f"paused {values.duration(operation.pause_time)}{', still paused' if still_paused else ''}")
     if operation.adapters:
         parts.append(f"adapters {values.adapters(operation.adapters)}")
     if operation.dropped_adapters:

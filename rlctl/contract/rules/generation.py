@@ -60,7 +60,7 @@ def _continue(request: verbs_pb2.ContinueGenerationRequest) -> None:
     for field in (name for name, is_set in memory_fields.items() if is_set):
         if request.adapter:
             raise Reason.FIELD_CONFLICT.error(
-                f"{field} does not apply to the continue of an adapter", field=field, next_step=f"Leave {field} out."
+                f"{field} does not apply to the continue of an adapter", field=field, next_step=f"Omit {field}."
             )
 
 
@@ -72,7 +72,7 @@ def _scope(request: verbs_pb2.PauseGenerationRequest | verbs_pb2.ContinueGenerat
         raise Reason.FIELD_CONFLICT.error(
             "an update stops the requests with its adapter itself",
             field="adapter",
-            next_step="Leave out the adapter, or the update in the header's fence.",
+            next_step="Omit the adapter, or the update in the header's fence.",
         )
 
 

@@ -58,29 +58,29 @@ def stage_message(slot: Slot, now: float) -> Stage:
     return stage
 
 
-def difference(fleet: Fleet, seen: dict[str, bytes]) -> Fleet:
-    """Return the models and stages that differ from ``seen``, and update ``seen``."""
+def difference(fleet: Fleet, previous: dict[str, bytes]) -> Fleet:
+    """Return the models and stages that differ from ``previous``, and update ``previous``."""
     changed = Fleet(header=fleet.header, revision=fleet.revision)
     for model in fleet.models:
         steady = Model()
         steady.CopyFrom(model)
         steady.ClearField("update_lease")
         content = steady.SerializeToString(deterministic=True)
-        if seen.get("m:" + model.name) != content:
-            seen["m:" + model.name] = content
+        if previous.get("m:" + model.name) != content:
+            previous["m:" + model.name] = content
             changed.models.add().CopyFrom(model)
     for stage in fleet.stages:
         quiet = Stage()
         quiet.CopyFrom(stage)
         quiet.ClearField("last_heard")
         content = quiet.SerializeToString(deterministic=True)
-        if seen.get("s:" + stage.registration.slot) != content:
-            seen["s:" + stage.registration.slot] = content
+        if previous.get("s:" + stage.registration.slot) != content:
+            previous["s:" + stage.registration.slot] = content
             changed.stages.add().CopyFrom(stage)
     keys = {"s:" + stage.registration.slot for stage in fleet.stages}
-    for name in [name for name in seen if name.startswith("s:") and name not in keys]:
+    for name in [name for name in previous if name.startswith("s:") and name not in keys]:
         # The stage has deregistered. Without this event a watcher would keep the stage.
         stage = changed.stages.add()
-        stage.ParseFromString(seen.pop(name))
+        stage.ParseFromString(previous.pop(name))
         stage.state, stage.routable, stage.not_routable = common_pb2.STAGE_STATE_RETIRED, False, "RETIRED"
     return changed

@@ -86,9 +86,9 @@ class Pauses:
         key = record.pause.operation_id
         async with self._writing:
             scope = record.pause.adapter
-            others = [other for name, other in self._records.items() if name != key]
-            others = [other for other in others if other.pause.adapter == scope]
-            replaced = [other for other in others if _within(other.target, record.target)]
+            earlier = [other for name, other in self._records.items() if name != key]
+            earlier = [other for other in earlier if other.pause.adapter == scope]
+            replaced = [other for other in earlier if _within(other.target, record.target)]
             replaced_ids = [other.pause.operation_id for other in replaced]
             await self._journal.write([_put(record), *(Delete("pause", other) for other in replaced_ids)])
             for other in (*replaced_ids, key):

@@ -21,7 +21,7 @@ class Formers:
         key = address, model, slot
         self._until[key] = max(until, self._until.get(key, until))
 
-    def gone(self, address: str) -> None:
+    def forget(self, address: str) -> None:
         """Forget the process at an address that a new process listens at."""
         self._until = {key: until for key, until in self._until.items() if key[0] != address}
 
@@ -29,7 +29,7 @@ class Formers:
         """Return the latest time at which a replaced process may still serve a model."""
         return max((until for (_, served, _), until in self._until.items() if served == model), default=float("-inf"))
 
-    def meant(self, target: Target) -> float:
+    def until_of_target(self, target: Target) -> float:
         """Return the latest time at which a replaced process of a target may still serve."""
         ends = (
             until

@@ -40,7 +40,7 @@ from rlctl.v1.results_pb2 import ExcludedStage
 
 log = logging.getLogger(__name__)
 
-NOT_THERE = "not there"
+ABSENT = "absent"
 """Reason of an excluded stage that was absent."""
 
 REST = 5
@@ -285,7 +285,7 @@ class Roster:
                 continue
             if slot.absent and not target.slots:
                 if slot.listed:
-                    excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=NOT_THERE))
+                    excluded.append(ExcludedStage(slot=slot.name, state=slot.state, reason=ABSENT))
                 continue
             targets.append(slot)
         if not targets:
@@ -360,7 +360,7 @@ class Roster:
             slot.leaving += 1
         try:
             if routable:
-                await self.told(models)
+                await self.announce(models)
             yield
         finally:
             for slot in routable:
@@ -368,10 +368,8 @@ class Roster:
             if routable:
                 self.changed()
 
-    async def told(self, models: Collection[str]) -> None:
-        """Wake the watchers after a change. Return when the routing followers of the models have confirmed it or are
-        late.
-        """
+    async def announce(self, models: Collection[str]) -> None:
+        """Wake the watchers after a change. Wait for the routing followers of the models, except late followers."""
         self.changed()
         await self.followers.taken_in(self._revision, models)
 
@@ -381,7 +379,7 @@ class Roster:
         with self._watching() as queue, self.followers.following(watch_id, model) as follower:
             fleet = self.fleet(model)
             difference(fleet, previous)
-            self.followers.looked(follower, fleet.revision, told=True)
+            self.followers.looked(follower, fleet.revision, announced=True)
             yield FleetEvent(kind=FLEET_EVENT_KIND_SNAPSHOT, fleet=fleet, time=self._clock.wall())
             while not self._closed:
                 await queue.get()
@@ -389,7 +387,7 @@ class Roster:
                 changed = difference(self.fleet(model), previous)
                 rest_s = REST * (self._clock.now() - began)
                 new = bool(changed.models or changed.stages)
-                self.followers.looked(follower, changed.revision, told=new)
+                self.followers.looked(follower, changed.revision, announced=new)
                 if new:
                     yield FleetEvent(kind=FLEET_EVENT_KIND_CHANGED, fleet=changed, time=self._clock.wall())
                 await asyncio.sleep(rest_s)

@@ -32,7 +32,7 @@ class Follower:
         owner: principal that watches.
         model: watched model; "": all.
         looked: revision of the fleet at the latest comparison.
-        told: revision of the latest event.
+        announced: revision of the latest event.
         confirmed: latest confirmed revision.
         late: the coordinator does not wait for the follower, which has confirmed nothing yet or took too long.
     """
@@ -41,13 +41,13 @@ class Follower:
     model: str
     owner: str
     looked: int = 0
-    told: int = 0
+    announced: int = 0
     confirmed: int = 0
     late: bool = True
 
     def has(self, revision: int) -> bool:
         """Whether the follower has confirmed every change up to a revision of the fleet."""
-        return self.looked >= revision and self.confirmed >= self.told
+        return self.looked >= revision and self.confirmed >= self.announced
 
 
 class Followers:
@@ -74,11 +74,11 @@ class Followers:
                 del self._by_id[watch_id]
                 self._news.set()
 
-    def looked(self, follower: Follower, revision: int, *, told: bool) -> None:
-        """Record a comparison of the fleet for a watch. ``told``: an event was sent."""
+    def looked(self, follower: Follower, revision: int, *, announced: bool) -> None:
+        """Record a comparison of the fleet for a watch. ``announced``: an event was sent."""
         follower.looked = revision
-        if told:
-            follower.told = revision
+        if announced:
+            follower.announced = revision
         self._news.set()
 
     def confirm(self, watch_id: str, revision: int) -> None:
@@ -93,9 +93,9 @@ class Followers:
                 next_step="Call WatchFleet first.",
             )
         _refuse_other(follower)
-        if revision > follower.told:
+        if revision > follower.announced:
             raise Reason.FIELD_INVALID.error(
-                f"{watch_id} was told of revision {follower.told} at most", field="revision"
+                f"{watch_id} has received revision {follower.announced} at most", field="revision"
             )
         follower.confirmed = max(follower.confirmed, revision)
         follower.late = follower.late and not follower.has(follower.looked)

@@ -112,7 +112,7 @@ class Slot:
         self.__post_init__()
 
     @property
-    def held(self) -> bool:
+    def paused_by_update(self) -> bool:
         """Whether an update paused generation, as opposed to a pause by name."""
         return self.report is not None and self.report.paused and bool(self.report.paused_by_update)
 

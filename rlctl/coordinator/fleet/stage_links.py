@@ -174,7 +174,7 @@ class Peers:
         absent = self._absent(target, addressed)
 
         def may() -> dict[str, float]:
-            ends = {REPLACED: self._roster.formers.meant(target)}
+            ends = {REPLACED: self._roster.formers.until_of_target(target)}
             return ends | {
                 slot.name: slot.lease_until for slot in absent if not (slot.gone or (slot.linked and slot.has_paused))
             }
@@ -195,7 +195,7 @@ class Peers:
             return slot.gone or paused or self._took(slot, numbers[slot])
 
         def may() -> dict[str, float]:
-            ends = {REPLACED: self._roster.formers.meant(target)}
+            ends = {REPLACED: self._roster.formers.until_of_target(target)}
             return ends | {slot.name: leases[slot] for slot in absent if not has_stopped(slot)}
 
         return await self._until_none(may, deadline)
@@ -209,13 +209,13 @@ class Peers:
         ``may`` returns the ends of the leases that may still serve, by name.
         """
 
-        def left() -> dict[str, float]:
+        def remaining() -> dict[str, float]:
             return {name: until for name, until in may().items() if until > self._clock.now()}
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline - self._clock.now()):
-                await self._passed(lambda: max(left().values(), default=float("-inf")))
-        return next(iter(left()), "")
+                await self._passed(lambda: max(remaining().values(), default=float("-inf")))
+        return next(iter(remaining()), "")
 
     async def _passed(self, until: Callable[[], float]) -> None:
         """Return once the time ``until()`` has passed. Reports of stages can bring the time forward."""
@@ -307,7 +307,7 @@ class Peers:
         self._unanswered.withdraw(slot, command_id)
 
     def _holds_journal(self) -> bool:
-        if not self._journal.held():
+        if not self._journal.owned():
             self.succeeded.set()
         return not self.succeeded.is_set()
 
@@ -383,11 +383,13 @@ class Peers:
                 await self._meet(slot, attached.report)
             self._refuse_succeeded()
             if epoch != self._roster.epoch:
-                raise Reason.EPOCH_FENCED.error(f"{slot.name} was attached under epoch {epoch}, which is over by now")
+                raise Reason.EPOCH_FENCED.error(
+                    f"{slot.name} was attached under epoch {epoch}, and the present epoch is {self._roster.epoch}"
+                )
             if slot.record.retired:
-                raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} has left the fleet meanwhile")
+                raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} was deregistered meanwhile")
             slot.commander, slot.gone, slot.away, slot.taken = commander, False, "", False
-            self._roster.formers.gone(registration.address)
+            self._roster.formers.forget(registration.address)
             connected()
             self._unanswered.ask(slot, commander)
             latest = slot.report  # a newer report may have arrived while the stage was met

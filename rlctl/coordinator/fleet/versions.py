@@ -158,11 +158,11 @@ def _may_tell(model: ModelRecord, slot: Slot) -> bool:
     return slot.report is None or slot.report.weight_version == model.latest
 
 
-def _relabelled(model: ModelRecord, held: WeightVersion) -> bool:
+def _relabelled(model: ModelRecord, reported: WeightVersion) -> bool:
     now = WeightVersion()
-    now.CopyFrom(held)
+    now.CopyFrom(reported)
     now.label = model.latest.label
-    return now == model.latest and held.label != now.label and held.label in model.former_labels
+    return now == model.latest and reported.label != now.label and reported.label in model.former_labels
 
 
 def publish(model: ModelState, record: ModelRecord, beside: Iterable[WeightVersion] = ()) -> None:

@@ -79,11 +79,11 @@ class _Heal:
     """A heal operation, from before the acceptance until the release of its stages.
 
     Attributes:
-    asked: a caller requested the heal. Other heals are retried.
+    requested: by a caller. Other heals are retried.
     """
 
     slots: set[str]
-    asked: bool
+    requested: bool
     over: asyncio.Event = field(default_factory=asyncio.Event)
     update: Update | None = None
     """Update of the stage that is being healed."""
@@ -142,10 +142,10 @@ class Healer:
             if slot.model == model:
                 self.look(slot)
 
-    async def heal(self, request: HealStageRequest, timeout_s: float | None, *, asked: bool = True) -> Run:
+    async def heal(self, request: HealStageRequest, timeout_s: float | None, *, requested: bool = True) -> Run:
         """Heal stages, one after the other. Raises if no stage needs or can have a heal, or if a named stage cannot.
 
-        ``asked``: a caller requested the heal, not this coordinator.
+        ``requested``: a caller requested the heal, not this coordinator.
         """
         existing = self._operations.known(request.header.request_id, request)
         if existing is not None:
@@ -160,7 +160,7 @@ class Healer:
         if request.header.validate_only:
             return self._operations.hypothetical("HealStage", slots)
         deadline = self._clock.now() + (timeout_s or HEAL_S)
-        heal = _Heal({slot.name for slot in slots}, asked)
+        heal = _Heal({slot.name for slot in slots}, requested)
 
         async def work(run: Run) -> None:
             run.cancel = lambda: heal.stop(Reason.CANCELLED.error("the heal was cancelled"))
@@ -327,7 +327,7 @@ class Healer:
 
         While one stage is healed, the next try for another stage may have begun.
         """
-        while (heal := self._holding(model)) is not None and not heal.asked:
+        while (heal := self._holding(model)) is not None and not heal.requested:
             if not await heal.makes_way(f"{verb} goes first", within_s):
                 break
 
@@ -351,7 +351,7 @@ class Healer:
         calling.set(None)  # the call that started this task did not request the heal
         for pause in AGAIN_S:
             try:
-                run = await self.heal(HealStageRequest(slots=[slot.name]), None, asked=False)
+                run = await self.heal(HealStageRequest(slots=[slot.name]), None, requested=False)
                 await run.ended.wait()
             except RlctlError as error:
                 log.info("%s cannot be healed now: %s", slot.name, error)

@@ -88,7 +88,7 @@ class Orphans:
             abort.header.fence.update_id = report.update_id
             return abort
         paused_by = report.paused_by_update
-        if slot.pause is not None and (slot.owes_pause or slot.held):
+        if slot.pause is not None and (slot.owes_pause or slot.paused_by_update):
             return self._due_pause(slot, slot.pause)
         leftover = slot.record.continue_when_resident or (paused_by and not self._is_open(paused_by))
         ownerless = leftover and slot.pause is None
@@ -110,7 +110,7 @@ class Orphans:
         # A stage that joins later serves no requests yet, so any of its modes will do.
         mode = pause.mode if slot.pauses_in(pause.mode) else slot.capabilities.pause_modes[0]
         # For requests that an update has frozen, the stage could refuse a different mode.
-        request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.held else mode)
+        request = PauseGenerationRequest(mode=slot.report.pause_mode if slot.paused_by_update else mode)
         busy = self._roster.models[slot.model].update_id or self._is_held(slot) or slot.in_hand[""]
         allowed = of_request(request).allows(slot.report.state) and not slot.report.HasField("quarantine")
         return request if allowed and not busy else None

@@ -50,7 +50,7 @@ class Sources:
             raise from_detail(slot.quarantine)
         if slot.absent:
             raise Reason.ILLEGAL_STATE.error(
-                f"{slot.name} is not there to be healed: {slot.not_routable()}",
+                f"{slot.name} is absent and cannot be healed: {slot.not_routable()}",
                 field="slots",
                 next_step="Start its engine again; it is then healed.",
             )

@@ -128,13 +128,13 @@ class SqliteJournal:
             raise self._failed(f"it is damaged: {verdict.splitlines()[-1]}", DAMAGED)
         return int(schema)
 
-    def _migrate(self, connection: sqlite3.Connection, found: int) -> None:
-        """Migrate a file of schema ``found`` to the present schema, in a single transaction."""
-        if found == len(MIGRATIONS):
+    def _migrate(self, connection: sqlite3.Connection, schema: int) -> None:
+        """Migrate a file from ``schema`` to the present schema, in a single transaction."""
+        if schema == len(MIGRATIONS):
             return
         connection.execute("BEGIN EXCLUSIVE")
         try:
-            for statement in MIGRATIONS[found:]:
+            for statement in MIGRATIONS[schema:]:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         except BaseException:
@@ -183,7 +183,7 @@ class SqliteJournal:
         except _FAILURES as error:
             raise self._failed(_cause(error)) from error
 
-    def held(self) -> bool:
+    def owned(self) -> bool:
         """Whether the locked file still has the journal's name. A moved file may have a successor."""
         try:
             return self._identity() == self._file
@@ -220,7 +220,7 @@ class SqliteJournal:
                         loop.call_soon_threadsafe(_settle, done, error)
 
     def _commit(self, writes: Sequence[_Write]) -> RlctlError | None:
-        if not self.held():  # a write to a moved file would be reported as durable, and lost
+        if not self.owned():  # a write to a moved file would be reported as durable, and lost
             return self._failed("the file was moved or replaced", MOVED)
         run = self._connection.execute
         try:

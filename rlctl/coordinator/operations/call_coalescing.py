@@ -121,7 +121,7 @@ class Joining:
         body = joined.body
         caller, key = CALLER.get(), body_hash(body)
         shared = self._shared.get(key)
-        if shared is None or not shared.run.done() or (caller is not None and caller.left.is_set()):
+        if shared is None or not shared.run.done() or (caller is not None and caller.disconnected.is_set()):
             return
         refused = shared.run.cancelled() or shared.run.exception() is not None
         if refused or shared.run.result() is not joined.run:
@@ -166,7 +166,7 @@ async def _started(run: asyncio.Task[Run]) -> None:
     if caller is None:
         await asyncio.wait({run})
         return
-    disconnected = asyncio.create_task(caller.left.wait())
+    disconnected = asyncio.create_task(caller.disconnected.wait())
     try:
         await asyncio.wait({run, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -174,4 +174,4 @@ async def _started(run: asyncio.Task[Run]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await disconnected
     if not run.done():
-        raise Reason.CANCELLED.error("the caller has left")
+        raise Reason.CANCELLED.error("the caller has disconnected")

@@ -136,7 +136,7 @@ class Together:
             aside=aside,
             again=False,  # the other ranks would wait meanwhile
         )
-        await self.left()
+        await self.has_left()
         return results
 
     def refuse_failed(self) -> None:
@@ -149,7 +149,7 @@ class Together:
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave())
 
-    async def left(self) -> None:
+    async def has_left(self) -> None:
         """Wait for the end of a started :meth:`leave`."""
         if self._leaving is not None:
             await self._leaving

@@ -138,7 +138,7 @@ class Run:
         filed = list(operation.stage_results)  # each iteration over the field makes a thousand objects
         missing = set(operation.targets).difference(result.slot for result in filed)
         if missing:
-            unfiled = cause or Reason.INTERNAL.error("no result was filed for this target")
+            unfiled = cause or Reason.INTERNAL.error("no result was recorded for this target")
             for name in (name for name in operation.targets if name in missing):
                 self.add(StageResult(slot=name, outcome=OUTCOME_UNKNOWN, error=unfiled.detail()))
             filed = list(operation.stage_results)

@@ -109,7 +109,7 @@ def _may_wait(slot: Slot) -> bool:
 def _later(slot: Slot) -> StageResult:
     assert slot.report is not None
     names = ", ".join(MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() for tag in slot.report.released)
-    cause = Reason.MEMORY_RELEASED.error(f"released: {names}; it goes on when that is resumed").detail()
+    cause = Reason.MEMORY_RELEASED.error(f"released: {names}; the stage continues when the memory is resumed").detail()
     return StageResult(
         slot=slot.name,
         incarnation=slot.record.incarnation,

@@ -34,7 +34,7 @@ from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PauseGenerationRequest
 TAKE_BACK_S = 5.0
 """Time for the continue of a failed pause, after the pause's deadline."""
 
-PAUSED_LATER = "not there; it is paused before it serves again"
+PAUSED_LATER = "absent; it is paused before it serves again"
 """Reason for which an absent stage is excluded from a pause."""
 
 
@@ -89,7 +89,9 @@ class Pausing:
             again = [slot for slot in targets if slot.name in paused and not _is_kept(slot, adapter)]
             await self._go_on_again(adapter, again, run, missing or absent)
         if absent:
-            raise Reason.DEADLINE_EXCEEDED.error(f"{absent} could not be told, and its serving lease had not run out")
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"{absent} was not paused: it has no link, and its serving lease has not ended"
+            )
 
     async def _generating(self, adapter: str, target: Target, addressed: Collection[Slot], deadline: float) -> str:
         if adapter:
@@ -197,7 +199,7 @@ def _generates(slot: Slot, adapter: str) -> bool:
     if adapter:
         return True  # a stage with the adapter paused, but without a pause by name, is about to continue the adapter
     # The pause of an ended update is about to end, and so is a pause that waits for the stage's memory.
-    return not slot.report.paused or slot.held or slot.record.continue_when_resident
+    return not slot.report.paused or slot.paused_by_update or slot.record.continue_when_resident
 
 
 def _is_kept(slot: Slot, adapter: str) -> bool:
@@ -233,9 +235,9 @@ def _reporting_kept(slots: Sequence[Slot], adapter: str, run: Run) -> Iterator[N
     try:
         yield
     except RlctlError as error:
-        kept = {slot.name for slot in slots if _is_kept(slot, adapter)}
+        paused_slots = {slot.name for slot in slots if _is_kept(slot, adapter)}
         for result in list(run.operation.stage_results):
-            if result.slot in kept and result.outcome == OUTCOME_APPLIED:
+            if result.slot in paused_slots and result.outcome == OUTCOME_APPLIED:
                 run.add(taken_back(result, f"continued, then paused again, because the pause did not end: {error}"))
         raise
 

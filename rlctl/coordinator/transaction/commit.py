@@ -16,7 +16,7 @@ from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError, from_detail, typed
 from rlctl.coordinator.fleet import disruptions, versions
 from rlctl.coordinator.fleet.model_state import model_put
-from rlctl.coordinator.fleet.roster import NOT_THERE
+from rlctl.coordinator.fleet.roster import ABSENT
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.transaction import verification_levels
@@ -208,7 +208,7 @@ class Commit:
             if not update.published:
                 self._refuse_short(len(confirmed))
             unconfirmed = [slot for slot in update.frozen if slot not in confirmed]
-            stopped = error or Reason.CANCELLED.error("the update ended before it came to this target")
+            stopped = error or Reason.CANCELLED.error("the update ended before the commit of this target")
             # APPLIED for a read of the weights says nothing about the commit.
             failed_slots = {
                 result.slot for result in self._run.operation.stage_results if result.outcome != OUTCOME_APPLIED
@@ -326,9 +326,9 @@ class Commit:
     async def _silencing(self, good: Sequence[Slot]) -> AsyncIterator[None]:
         """Silence the other stages of the model. Otherwise a stage could continue to serve the old version."""
         model = self._update.model
-        others = [s for s in self._roster.slots.values() if s.model == model.record.name and s not in good]
+        excluded_slots = [s for s in self._roster.slots.values() if s.model == model.record.name and s not in good]
         try:
-            async with self._roster.leaving(others):
+            async with self._roster.leaving(excluded_slots):
                 await self._peers.silence(model, good)
             yield
         finally:
@@ -354,7 +354,7 @@ class Commit:
 
     def _left_out(self) -> bool:
         """Whether the target set excludes a present stage that could not take this update."""
-        return any(excluded.reason != NOT_THERE for excluded in self._update.record.plan.excluded)
+        return any(excluded.reason != ABSENT for excluded in self._update.record.plan.excluded)
 
     def _keep(self, slots: Sequence[Slot], results: Sequence[StageResult]) -> list[Slot]:
         """Add results. Returns the slots without a failure."""

@@ -169,7 +169,7 @@ class Planner:
             excluded_names = ", ".join(f"{stage.slot} ({stage.reason})" for stage in excluded)
             raise Reason.FIELD_INVALID.error(
                 f"quorum is {request.options.quorum}, there are {len(targets)} targets"
-                + (f"; left out: {excluded_names}" if excluded_names else ""),
+                + (f"; excluded: {excluded_names}" if excluded_names else ""),
                 field="options.quorum",
                 next_step="Wait for more stages, or lower the quorum.",
             )
@@ -266,7 +266,7 @@ class Planner:
             raise Reason.FIELD_CONFLICT.error(
                 "the update of an adapter pauses the requests with that adapter only, until its commit",
                 field="options.after",
-                next_step="Leave it out; PauseGeneration pauses the stages.",
+                next_step="Omit it; PauseGeneration pauses the stages.",
             )
         if staged and not adapter and not options.pause and not options.abort_all_requests:
             raise Reason.FIELD_REQUIRED.error(
@@ -341,7 +341,7 @@ class Planner:
             # weights.
             cause = slot.quarantine.message
             return Reason.BASE_MISMATCH.error(
-                f"{slot.name} may not be at version {latest.label!r}: {cause}", field=field
+                f"{slot.name} is possibly not at version {latest.label!r}: {cause}", field=field
             )
         return None
 
@@ -356,7 +356,7 @@ def pause_mode(request: BeginWeightUpdateRequest) -> PauseMode.ValueType:
 def _refuse_base(base: WeightVersion, latest: WeightVersion) -> None:
     """Raise unless a delta's base is the published version. The label alone may have been used before."""
     if not base.label:
-        raise Reason.FIELD_REQUIRED.error("a delta names the version that it is a difference to", field="base.label")
+        raise Reason.FIELD_REQUIRED.error("base is required for a delta", field="base.label")
     matches = base.label == latest.label and base.trainer_incarnation in (0, latest.trainer_incarnation)
     if not matches or base.sequence not in (0, latest.sequence):
         raise Reason.BASE_MISMATCH.error(

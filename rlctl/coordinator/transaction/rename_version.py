@@ -87,7 +87,7 @@ async def relabel(
                 await roster.until(lambda: all(_holds(slot, record.latest) for slot in holders))
         run.operation.weight_version.CopyFrom(record.latest)
         for slot in targets:
-            run.add(_result(roster, slot, record.latest, told=slot in holders))
+            run.add(_result(roster, slot, record.latest, addressed=slot in holders))
 
     return await context.operations.start(
         request, verb="CommitWeightUpdate", targets=targets, excluded=excluded, work=work, exclusive=True, model=model
@@ -98,7 +98,7 @@ def _holds(slot: Slot, version: WeightVersion) -> bool:
     return slot.report is not None and slot.report.weight_version == version
 
 
-def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -> StageResult:
+def _result(roster: Roster, slot: Slot, version: WeightVersion, *, addressed: bool) -> StageResult:
     result = StageResult(
         header=roster.header(),
         slot=slot.name,
@@ -109,8 +109,8 @@ def _result(roster: Roster, slot: Slot, version: WeightVersion, *, told: bool) -
     )
     if not _holds(slot, version):
         # The stage serves nothing, or still the same weights: no other weights are admitted.
-        result.outcome = OUTCOME_UNKNOWN if told else OUTCOME_REJECTED
-        error = Reason.RANK_SILENT if told else Reason.WEIGHTS_STALE
+        result.outcome = OUTCOME_UNKNOWN if addressed else OUTCOME_REJECTED
+        error = Reason.RANK_SILENT if addressed else Reason.WEIGHTS_STALE
         result.error.CopyFrom(error.error(f"{slot.name} does not hold version {version.label!r}").detail())
     for worker in slot.workers:
         # The stage keeps the version's label for all of its ranks.

@@ -38,11 +38,11 @@ class Rolling:
         """
         try:
             await written()
-            await commit.commit_batch(self._known(update))
+            await commit.commit_batch(self._expected(update))
             while update.waiting:
                 await self._next_batch(update)
                 await written()
-                await commit.commit_batch(self._known(update))
+                await commit.commit_batch(self._expected(update))
         except Exception as error:
             if not update.published:
                 raise
@@ -101,9 +101,9 @@ class Rolling:
                 next_step="Call CommitBatch.",
             )
 
-    def _known(self, update: Update) -> Expected:
+    def _expected(self, update: Update) -> Expected:
         """Return the digests that the sources state, with the digest of the batches that serve the version."""
-        return replace(update.owner.expected, held=update.model.record.model_digest if update.published else "")
+        return replace(update.owner.expected, served=update.model.record.model_digest if update.published else "")
 
     async def _next_batch(self, update: Update) -> None:
         async with update.planning:

@@ -80,9 +80,7 @@ class Transfer:
                 await writing.enter_async_context(turn)
             _refuse_decided(update)
             if plan.attempt != attempt or not set(run.operation.targets) <= set(names(update.targets)):
-                raise Reason.GROUP_FAILED.error(
-                    f"the write was meant for targets and groups before attempt {plan.attempt}"
-                )
+                raise Reason.GROUP_FAILED.error(f"the write is for an attempt before attempt {plan.attempt}")
             if update.broken:
                 raise Reason.GROUP_FAILED.error("another write of this attempt has failed")
             group_names: list[str] = []
@@ -92,7 +90,7 @@ class Transfer:
                 update.fail_write()
                 fanout = self._together(update.reached_by(request), run, group_names)
                 fanout.leave()  # otherwise the source would wait in the groups
-                await fanout.left()
+                await fanout.has_left()
                 run.refuse_given_up()
             try:
                 await update.ready()
@@ -147,12 +145,12 @@ class Transfer:
         lost = await self._lost(update)
         self._refuse_retry(update, request)  # the owner may have decided meanwhile
         planned = {target.slot: target.incarnation for target in plan.targets}
-        num_remaining = update.left - len(lost)
+        num_remaining = update.remaining - len(lost)
         if num_remaining < update.quorum:
             raise update.short_of_quorum(num_remaining, f"gone: {', '.join(names(lost))}")
         if len(lost) == len(update.targets) and not update.waiting:
             raise Reason.NO_TARGETS.error(
-                f"no target is left in the last batch; lost: {', '.join(names(lost))}",
+                f"no target remains in the last batch; lost: {', '.join(names(lost))}",
                 next_step="Lost targets are healed when they return; stages of earlier batches serve the version.",
             )
         undo, broken = update.start_over(lost), update.broken
@@ -191,7 +189,7 @@ class Transfer:
             return [slot for slot in lost_targets if away or not _is_away(slot)]
 
         def enough(lost: Sequence[Slot]) -> bool:
-            return update.left - len(lost) >= update.quorum
+            return update.remaining - len(lost) >= update.quorum
 
         if not enough(lost()) and enough(lost(away=False)):
             with contextlib.suppress(TimeoutError):

@@ -134,7 +134,7 @@ class Update:
         self.timeline = UpdateTimeline(context.clock)
         self.resume: set[str] = set()
         self.paused_at: float | None = None
-        self._told = False
+        self._commanded = False
         self._preparing: asyncio.Task[None] | None = None
         self._aborted = False
         self.unprepared: list[StageResult] = []
@@ -186,7 +186,7 @@ class Update:
         return self.record.phase == UPDATE_PHASE_PUBLISHED
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Return the number of targets, in all batches, that have confirmed or still may."""
         return len({*self.targets, *self.waiting, *self.done})
 
@@ -297,11 +297,11 @@ class Update:
             self.run.add(result)
         self.missed |= {result.slot for result in failed}
         self.targets = [slot for slot in self.targets if slot.name not in self.missed]
-        if failed and self.left < self.quorum:
-            raise self.short_of_quorum(self.left, str(blame(failed[0])))
+        if failed and self.remaining < self.quorum:
+            raise self.short_of_quorum(self.remaining, str(blame(failed[0])))
 
     async def _prepare(self) -> None:
-        self._told = True
+        self._commanded = True
         if self.aside:
             self._all_applied(_flat(await self.in_order(*self._prepares())))
             return
@@ -329,7 +329,7 @@ class Update:
         awake = [slot for slot in slots if slot.state != STAGE_STATE_ASLEEP]
         running = [slot for slot in awake if slot.report is not None and not slot.report.paused]
         # In a further attempt this update has paused most stages already (``held``).
-        self.resume |= {slot.name for slot in awake if slot in running or slot.held}
+        self.resume |= {slot.name for slot in awake if slot in running or slot.paused_by_update}
         return running
 
     async def _pause(self, slots: Sequence[Slot]) -> list[StageResult]:
@@ -452,7 +452,7 @@ class Update:
 
     async def _hand_over(self, slots: Sequence[Slot]) -> list[StageResult]:
         mode = self.record.request.options.pause or PAUSE_MODE_RETRACT
-        paused = [slot for slot in slots if slot.held]
+        paused = [slot for slot in slots if slot.paused_by_update]
         self._steps += 1
         return await self._fanout.run(
             PauseGenerationRequest(mode=mode),
@@ -496,7 +496,7 @@ class Update:
     def short_of_quorum(self, count: int, cause: str) -> RlctlError:
         """Return the error for too few remaining or confirmed targets."""
         return Reason.QUORUM_NOT_MET.error(
-            f"{count} of {len(self.frozen)} targets are left, {self.quorum} must confirm; {cause}"
+            f"{count} of {len(self.frozen)} targets remain, {self.quorum} must confirm; {cause}"
         )
 
     async def seal_adapter(self, slots: Sequence[Slot]) -> list[StageResult]:
@@ -512,7 +512,7 @@ class Update:
         if self._preparing is not None:
             self._preparing.cancel()
             await asyncio.gather(self._preparing, return_exceptions=True)
-        if self._told:
+        if self._commanded:
             await self._abort(error)
 
     async def _abort(self, error: RlctlError) -> None:

@@ -84,8 +84,8 @@ async def verify(
     ``completed``: results of that commit or seal, in the order of the slots.
     """
 
-    def at(*wanted: Level) -> list[Slot]:
-        return [slot for slot in slots if levels[slot.name] in wanted]
+    def at(*selected: Level) -> list[Slot]:
+        return [slot for slot in slots if levels[slot.name] in selected]
 
     options = update.record.request.options
     # With AUTO, the ranks of a target must agree even without any other digest to compare with.
@@ -124,7 +124,7 @@ async def compute(update: Update, slots: Sequence[Slot]) -> Computed:
         cost_s = max(seconds(slot.capabilities.decode_check_time) for slot in due)
         limit_s = max(LEAST_CHECK_S, PATIENCE * cost_s)
     results = await update.step(check, due, limit_s=limit_s)
-    differing, passed = verification_levels.judge_decode(results, wanted=options.decode_check)
+    differing, passed = verification_levels.judge_decode(results, required=options.decode_check)
     update.timeline.fail(differing, VERIFICATION_LEVEL_DECODE)
     return Computed(errors | differing, passed)
 
@@ -167,7 +167,7 @@ def _check(
     update: Update, expected: Expected, *, fingerprints: bytes = b"", per_tensor: bool = False
 ) -> CheckWeightsRequest:
     """Return the check of a target, with the digest function of the expected digest or of the update."""
-    digest = expected.digest or expected.held
+    digest = expected.digest or expected.served
     key = key_of(digest) if digest else update.record.plan.digest_key
     return CheckWeightsRequest(
         shadow=update.staged,

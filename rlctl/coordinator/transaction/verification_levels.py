@@ -56,13 +56,13 @@ class Expected:
         digest: model digest, hex; "" if unknown.
         sent: digest over the sent tensors only, hex; "" if unknown.
         fingerprints: of every tensor that ``digest`` covers, by sorted names; empty if unknown.
-        held: digest of the stages that serve the version already, hex; "" without such stages.
+        served: digest of the stages that serve the version already, hex; "" without such stages.
     """
 
     digest: str = ""
     sent: str = ""
     fingerprints: bytes = b""
-    held: str = ""
+    served: str = ""
 
 
 NOTHING = Expected()
@@ -133,7 +133,7 @@ def refuse_uncomputable(options: UpdateOptions, slot: Slot) -> None:
         raise Reason.VERIFICATION_UNREACHABLE.error(
             f"{slot.name} cannot compute {check}: {capabilities.unsupported.get(field) or cause}",
             field=f"options.{field}",
-            next_step=f"Leave {check} out, or update without this stage.",
+            next_step=f"Omit {check}, or update without this stage.",
         )
 
 
@@ -183,12 +183,12 @@ def refuse_unreachable(
         raise _unreachable(slot, level, obstacles)
 
 
-def _unreachable(slot: Slot, wanted: Level, obstacles: Mapping[Level, str]) -> RlctlError:
+def _unreachable(slot: Slot, requested: Level, obstacles: Mapping[Level, str]) -> RlctlError:
     names = ", ".join(_name(level) for level, obstacle in obstacles.items() if not obstacle) or "no level"
-    if wanted == VERIFICATION_LEVEL_UNSPECIFIED:
+    if requested == VERIFICATION_LEVEL_UNSPECIFIED:
         message = f"{slot.name} reaches no level of verification; none: {obstacles[VERIFICATION_LEVEL_NONE]}"
     else:
-        message = f"{slot.name} cannot verify at level {_name(wanted)}: {obstacles[wanted]}; it reaches: {names}"
+        message = f"{slot.name} cannot verify at level {_name(requested)}: {obstacles[requested]}; it reaches: {names}"
     next_step = ""
     if slot.capabilities.answers_for_ranks and VERIFICATION_LEVEL_PROBE in slot.capabilities.verification:
         next_step = "Pass a probe: prompts with the log probabilities that the new weights give."
@@ -272,12 +272,12 @@ def judge_digests(
         except RlctlError as error:
             errors[result.slot] = error
     compared = [slot for slot in digests if levels[slot] == VERIFICATION_LEVEL_REPLICA]
-    if len(compared) == 1 and not expected.held:
+    if len(compared) == 1 and not expected.served:
         message = f"no other replica is left to compare {compared[0]} with"
         errors[compared[0]] = Reason.VERIFICATION_UNREACHABLE.error(
             message, field="options.verify", outcome=OUTCOME_DIRTY
         )
-    replicas = {digests[slot] for slot in compared} | ({expected.held} if expected.held else set())
+    replicas = {digests[slot] for slot in compared} | ({expected.served} if expected.served else set())
     for slot, digest in digests.items():
         if levels[slot] == VERIFICATION_LEVEL_EXPECTED and not comparable(digest, expected.digest):
             errors[slot] = Reason.VERIFICATION_UNREACHABLE.error(
@@ -289,7 +289,7 @@ def judge_digests(
                 digest=digest,
                 expected=expected.digest,
             )
-        elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1 and digest != expected.held:
+        elif levels[slot] == VERIFICATION_LEVEL_REPLICA and len(replicas) > 1 and digest != expected.served:
             errors[slot] = _mismatch(
                 f"the replicas hold {len(replicas)} different sets of weights; this stage's digest is {digest[:16]}",
                 digest=digest,
@@ -373,11 +373,11 @@ def _probed(result: StageResult, probe: Probe) -> RlctlError | None:
     return None
 
 
-def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[str, RlctlError], frozenset[str]]:
+def judge_decode(results: Sequence[StageResult], *, required: bool) -> tuple[dict[str, RlctlError], frozenset[str]]:
     """Return the error of each target that failed the decode check, by slot, and the slots that passed.
 
-    ``wanted``: the update requests the check, so a target without a result fails. Otherwise a target without a result,
-    such as a busy server, has neither failed nor passed.
+    ``required``: the update requests the check, so a target without a result fails. Otherwise such a target
+    (a busy server, for example) has neither failed nor passed.
     """
     errors, passed = {}, set()
     for result in results:
@@ -386,9 +386,9 @@ def judge_decode(results: Sequence[StageResult], *, wanted: bool) -> tuple[dict[
             continue
         failure = from_detail(result.error)
         if failure.reason is not Reason.DECODE_MISMATCH:
-            if not wanted and result.outcome != OUTCOME_DIRTY:
+            if not required and result.outcome != OUTCOME_DIRTY:
                 continue
-            cause = result.error.message or "it says nothing of it"
+            cause = result.error.message or "the result has no message"
             failure = Reason.DECODE_MISMATCH.error(f"decode could not be compared with prefill: {cause}")
         failure.outcome = max(result.outcome, OUTCOME_DIRTY)
         errors[result.slot] = failure

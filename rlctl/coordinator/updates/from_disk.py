@@ -135,7 +135,7 @@ class FromDisk:
         for result in results:
             update.run.add(result)
         failed = [r for r in results if not acknowledged(r, update=True)]
-        if failed and update.left - len(failed) < update.quorum:
+        if failed and update.remaining - len(failed) < update.quorum:
             raise blame(failed[0])
         update.owner.decide(expected=Expected(digest=digest))
 
@@ -152,7 +152,7 @@ class FromDisk:
         failed = [result for result in results if not acknowledged(result, update=False)]
         for result in failed:
             update.run.add(result)
-        if failed and update.left - len(failed) < update.quorum:
+        if failed and update.remaining - len(failed) < update.quorum:
             raise blame(failed[0])
         declared = {rank.checkpoint.model_digest for result in results for rank in result.rank_results}
         verifies = update.record.request.options.verify != VERIFICATION_LEVEL_NONE

@@ -135,9 +135,9 @@ class Gathering:
         for name in ("master_address", "master_port", "backend", "world_size"):
             first, present = getattr(pending.body, name), getattr(body, name)
             if first != present:
-                others = ", ".join(sorted(pending.offsets))
+                joined = ", ".join(sorted(pending.offsets))
                 raise Reason.GROUP_EXISTS.error(
-                    f"{name} is {present!r}; {others} joins {request.group_name} with {first!r}",
+                    f"{name} is {present!r}; {joined} joins {request.group_name} with {first!r}",
                     field=name,
                 )
         raise Reason.GROUP_EXISTS.error(
@@ -152,7 +152,7 @@ async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
         async with asyncio.timeout(timeout_s):
             while pending.offsets.keys() < ranks.keys():
                 if not pending.offsets:
-                    raise Reason.CANCELLED.error("every caller has left")
+                    raise Reason.CANCELLED.error("every caller has disconnected")
                 if pending.now:
                     raise Reason.GROUP_FAILED.error(
                         f"group {pending.body.group_name}: the model's engines are {pending.now} now, and were "
@@ -174,8 +174,8 @@ async def _gathered(pending: _Pending, timeout_s: float) -> list[GroupMember]:
     ]
 
 
-async def _begin(body: InitWeightsUpdateGroupRequest, given: Sequence[GroupMember], start: Start) -> Run:
+async def _begin(body: InitWeightsUpdateGroupRequest, members: Sequence[GroupMember], start: Start) -> Run:
     whole = InitWeightsUpdateGroupRequest()
     whole.CopyFrom(body)
-    whole.members.extend(given)
+    whole.members.extend(members)
     return await start(whole)

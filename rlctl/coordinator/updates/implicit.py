@@ -146,19 +146,19 @@ class Implicit:
                     self._came[update.update_id].contested = True
                 if request.header.validate_only:
                     return (await self._updates.begin_validated(self._complete(begin), vet_implicit)).record.plan
-                update = await self._open(begin, timeout_s, asked=request)
+                update = await self._open(begin, timeout_s, request=request)
             elif not request.header.validate_only:
                 update.owner.renew(self._clock.now())
                 await self._operations.join(update.run, request)
         return update.record.plan
 
     async def _open(
-        self, begin: BeginWeightUpdateRequest, timeout_s: float | None, asked: Message | None = None
+        self, begin: BeginWeightUpdateRequest, timeout_s: float | None, request: Message | None = None
     ) -> Update:
         reference = await self._partial_reference(begin) if begin.may_be_partial and not begin.kind else None
         begin.kind = begin.kind if reference is None else UPDATE_KIND_PARTIAL
         self._complete(begin)
-        update = await self._updates.begin_implicit(begin, timeout_s, request=asked)
+        update = await self._updates.begin_implicit(begin, timeout_s, request=request)
         self._came = {key: tensors for key, tensors in self._came.items() if self._updates.is_open(key)}
         self._came[update.update_id] = WrittenTensors(reference)
         self._unended.pop(begin.model, None)
@@ -264,7 +264,7 @@ class Implicit:
         if proposed.path == begin.path and list(proposed.host_ids) == list(begin.host_ids):
             return
         if update.written:
-            raise Reason.FIELD_CONFLICT.error("an update takes tensors in over groups or from memory, not both")
+            raise Reason.FIELD_CONFLICT.error("an update receives tensors over groups or from memory, not both")
         begin.path = proposed.path
         begin.host_ids[:] = proposed.host_ids
         self._planner.plan_path(update.record.plan, begin, update.targets)
@@ -420,7 +420,7 @@ class Implicit:
 
 def _paused_by_name(slot: Slot) -> bool:
     """Whether a stage is paused by name or ASLEEP, so that a later continue is expected."""
-    paused = slot.report is not None and slot.report.paused and not slot.held
+    paused = slot.report is not None and slot.report.paused and not slot.paused_by_update
     return paused or slot.state == STAGE_STATE_ASLEEP
 
 

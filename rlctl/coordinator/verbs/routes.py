@@ -73,7 +73,7 @@ class Route:
         refuses: raises for targets that the request must not have.
         settles: a request without an update id commits the open implicit updates of its targets first.
         joins_update: a request without an update id is a step of the open implicit update of its targets, if any.
-        absent: reason for which a stage that is not there is excluded; "": as selected.
+        absent: reason in the record of an excluded absent stage; "": as selected.
         leaves_groups: the targets leave a group. No further call joins the operation that formed the group.
         despite_cancel: the work begins although the operation was cancelled before.
         ends_serving: returns True if the targets stop serving. Routing followers confirm this before the work.

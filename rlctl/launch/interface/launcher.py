@@ -36,7 +36,7 @@ class Launched(Protocol):
     def announced(self, timeout_s: float) -> dict[str, str]:
         """Wait for the facts. Raises ENGINE_FAILED, DEADLINE_EXCEEDED."""
 
-    def said(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last line of the log; "" without a line or without access from here."""
 
     def log_lines(self) -> list[str]:

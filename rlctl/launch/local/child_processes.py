@@ -115,7 +115,7 @@ class Process:
         """Wait for the end and return the exit status."""
         return self._popen.wait()
 
-    def said(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last line of the log, or ""."""
         return last_line(self.log, self._log_from)
 
@@ -125,7 +125,7 @@ class Process:
 
     def failure(self) -> RlctlError:
         """Return the error that says why the process ended, from the end of the log."""
-        code, log_excerpt = self.returncode, self.said()
+        code, log_excerpt = self.returncode, self.last_log_line()
         how = f"ended with {code}"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}" if -code in {*signal.Signals} else how

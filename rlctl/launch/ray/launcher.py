@@ -101,7 +101,7 @@ class RayProcess:
             self._look(min(remaining_s, LOOK_S))
         return self.facts
 
-    def said(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last line of the log; "" for a log on a different machine."""
         return last_line(self.log, self._log_from)
 

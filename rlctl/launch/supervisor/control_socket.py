@@ -159,7 +159,7 @@ def apply(
         except OSError:
             raise Reason.OPERATION_CONFLICT.error(
                 f"fleet {deployment.name!r} is still starting, or going down",
-                next_step="Try again when `rlctl up` has said Ready.",
+                next_step="Try again when `rlctl up` has printed Ready.",
             ) from None
         try:
             message = {

@@ -48,13 +48,13 @@ class Stopped(BaseException):
 
 def supervise(
     settings: Settings,
-    wanted: Deployment,
+    deployment: Deployment,
     on_ready: Callable[[FleetState], None],
     *,
     lock: int | None = None,
     new: bool = False,
 ) -> NoReturn:
-    """Start the fleet, keep the wanted state until a signal arrives, stop the fleet, exit with 128 + the signal's
+    """Start the fleet, keep its desired state until a signal arrives, stop the fleet, exit with 128 + the signal's
     number.
 
     ``on_ready`` is called once the fleet is settled. ``lock``: descriptor of the fleet's lock, if the parent of this
@@ -65,14 +65,14 @@ def supervise(
     try:
         with contextlib.ExitStack() as stack:
             if lock is None:
-                stack.enter_context(claimed(wanted.name))
+                stack.enter_context(claimed(deployment.name))
             else:
                 os.set_inheritable(lock, False)
             signals = stack.enter_context(_stop_signals())
-            stack.callback(_remove_state, wanted.name)
-            _Supervisor(settings, wanted, new=new, signals=signals).hold(on_ready)
+            stack.callback(_remove_state, deployment.name)
+            _Supervisor(settings, deployment, new=new, signals=signals).hold(on_ready)
     except Stopped as stopped:
-        settings.say(f"Fleet {wanted.name} is down.")
+        settings.say(f"Fleet {deployment.name} is down.")
         sys.exit(128 + stopped.number)
 
 
@@ -90,11 +90,11 @@ def claimed(name: str) -> Iterator[int]:
         try:
             lock = stack.enter_context(fleet_state.claimed(name))
         except BlockingIOError:
-            raise taken(name) from None
+            raise name_in_use(name) from None
         yield lock
 
 
-def taken(name: str) -> RlctlError:
+def name_in_use(name: str) -> RlctlError:
     """Return the error for a name whose fleet is up."""
     state = fleet_state.read(name)
     where = f" (supervisor {state.pid}, endpoint {state.endpoint or 'not known yet'})" if state else ""
@@ -107,40 +107,42 @@ def taken(name: str) -> RlctlError:
 
 class _Supervisor:
     def __init__(
-        self, settings: Settings, wanted: Deployment, *, new: bool = False, signals: Sequence[int] = ()
+        self, settings: Settings, deployment: Deployment, *, new: bool = False, signals: Sequence[int] = ()
     ) -> None:
         """``signals``: received signals that request the end."""
         from rlctl.launch.fleet_controller import LaunchedFleet
 
         self._settings = settings
         self._signals = signals
-        self._wanted = wanted
+        self._deployment = deployment
         self._asking: list[Request] = []
-        directory = fleet_state.state_directory(wanted.name)
+        directory = fleet_state.state_directory(deployment.name)
         pid = os.getpid()
-        self._state = FleetState(wanted.name, pid, fleet_state.identity(pid), fleet_state.STARTING, "", str(directory))
-        self._told: dict[str, RlctlError] = {}
+        self._state = FleetState(
+            deployment.name, pid, fleet_state.identity(pid), fleet_state.STARTING, "", str(directory)
+        )
+        self._reported: dict[str, RlctlError] = {}
         self._coordinator_at = 0.0
         self._coordinator_failures = 0
         self._unwritten = False
         self._fleet = LaunchedFleet(
-            wanted.engines,
+            deployment.engines,
             directory=directory,
-            listen=wanted.listen,
+            listen=deployment.listen,
             token=settings.token,
-            insecure=wanted.insecure,
-            authority=wanted.authority,
+            insecure=deployment.insecure,
+            authority=deployment.authority,
             on_progress=self._say,
-            limits=wanted.limits,
-            launcher=wanted.launcher_of(directory / "logs", settings.token),
-            reserved=wanted.reserved,
-            gateways=wanted.gateways,
-            heal_by_hand=wanted.heal_by_hand,
-            min_healthy=wanted.min_healthy,
-            graces={"--owner-grace": wanted.owner_grace_s, "--heal-grace": wanted.heal_grace_s},
+            limits=deployment.limits,
+            launcher=deployment.launcher_of(directory / "logs", settings.token),
+            reserved=deployment.reserved,
+            gateways=deployment.gateways,
+            heal_by_hand=deployment.heal_by_hand,
+            min_healthy=deployment.min_healthy,
+            graces={"--owner-grace": deployment.owner_grace_s, "--heal-grace": deployment.heal_grace_s},
             new=new,
-            metrics=wanted.metrics,
-            web=wanted.web,
+            metrics=deployment.metrics,
+            web=deployment.web,
         )
 
     def hold(self, on_ready: Callable[[FleetState], None]) -> NoReturn:
@@ -190,7 +192,7 @@ class _Supervisor:
             for _ in self._fleet.settling():
                 self._refuse_stopped()
                 self._tell_state(fleet_state.READY)
-                previous, next_request = self._wanted, requests.wait(POLL_S)
+                previous, next_request = self._deployment, requests.wait(POLL_S)
                 if next_request is not None and self._take(next_request):
                     if next_request.deployment != previous:
                         self._answer(
@@ -220,7 +222,7 @@ class _Supervisor:
         """Make the requested deployment the wanted deployment; False after a refusal, which answers the request."""
         deployment = request.deployment
         try:
-            if refused := deployment.refusal(self._wanted):
+            if refused := deployment.refusal(self._deployment):
                 raise refused
             if request.against != json.loads(json.dumps(self._deployed)):
                 # The GPUs may be taken, and the caller has not agreed to all removals.
@@ -241,27 +243,27 @@ class _Supervisor:
         except RlctlError as error:
             request.failed(error)
             return False
-        self._wanted = deployment
+        self._deployment = deployment
         self._tell_state(fleet_state.READY)  # for later plans
         return True
 
     @property
     def _deployed(self) -> dict[str, Any]:
         """The deployment that plans compare against."""
-        return {**self._wanted.data, "engines": [spec.data for spec in self._fleet.engines]}
+        return {**self._deployment.data, "engines": [spec.data for spec in self._fleet.engines]}
 
     def _look(self) -> None:
         """Report ended processes, and restart them if wanted. Raises ENGINE_FAILED if no process is left."""
         fleet = self._fleet
         self._look_at_coordinator()
-        fleet.look(restart=self._wanted.restart)
+        fleet.look(restart=self._deployment.restart)
         for slot, run in fleet.runs.items():
-            if run.error is not None and self._told.get(slot) is not run.error:
-                self._told[slot] = run.error
+            if run.error is not None and self._reported.get(slot) is not run.error:
+                self._reported[slot] = run.error
                 restart_text = (
-                    f" Starting again in {run.again_in_s:.0f} s." if self._wanted.restart and run.retries else ""
+                    f" Starting again in {run.again_in_s:.0f} s." if self._deployment.restart and run.retries else ""
                 )
-                if run.given_up and self._wanted.restart:
+                if run.given_up and self._deployment.restart:
                     limit = run.limits.restarts
                     restart_text = (
                         f" It has been started again {limit.restarts} times within {limit.within_s:g} s, and is not any"
@@ -269,14 +271,14 @@ class _Supervisor:
                     )
                 self._say(f"Warning: {run.error}{restart_text}")
         for model, error in fleet.gateways.errors.items():
-            if self._told.get(f"gateway-{model}") is not error:
-                self._told[f"gateway-{model}"] = error
+            if self._reported.get(f"gateway-{model}") is not error:
+                self._reported[f"gateway-{model}"] = error
                 self._say(f"Warning: {error}")
-        if (unended := fleet.gateways.unended) is not None and self._told.get("gateways") is not unended:
-            self._told["gateways"] = unended
+        if (unended := fleet.gateways.unended) is not None and self._reported.get("gateways") is not unended:
+            self._reported["gateways"] = unended
             self._say(f"Warning: {unended}")
         self._tell_state(fleet_state.READY)
-        if not self._wanted.restart and fleet.all_ended:
+        if not self._deployment.restart and fleet.all_ended:
             raise Reason.ENGINE_FAILED.error(
                 "every process of the fleet has ended", next_step=f"See {fleet.directory}/logs."
             )
@@ -286,29 +288,31 @@ class _Supervisor:
         fleet = self._fleet
         if fleet.coordinator is None or fleet.coordinator.returncode is None:
             return
-        if "coordinator" not in self._told:
+        if "coordinator" not in self._reported:
             if time.monotonic() - self._coordinator_at > BACKOFF_AT_MOST_S:
                 self._coordinator_failures = 0  # served long enough: earlier failures do not count
             self._coordinator_failed(fleet.coordinator.failure())
-            if not self._wanted.restart:
+            if not self._deployment.restart:
                 self._say(
                     "  The stages serve until their lease runs out. Start it again: "
                     f"rlctl coordinator --listen {fleet.address} --journal {fleet.journal}"
                 )
-        if self._wanted.restart and time.monotonic() >= self._coordinator_at:
+        if self._deployment.restart and time.monotonic() >= self._coordinator_at:
             try:
                 fleet.restart_coordinator()
             except RlctlError as error:
                 self._coordinator_failed(error)
             else:
-                del self._told["coordinator"]
+                del self._reported["coordinator"]
                 self._coordinator_at = time.monotonic()
                 self._say(f"coordinator at {fleet.address} again; the fleet goes on")
 
     def _coordinator_failed(self, error: RlctlError) -> None:
-        self._told["coordinator"] = error
+        self._reported["coordinator"] = error
         self._say(f"Warning: {error}")
-        self._coordinator_at = time.monotonic() + backoff_of(self._wanted.limits.backoff_s, self._coordinator_failures)
+        self._coordinator_at = time.monotonic() + backoff_of(
+            self._deployment.limits.backoff_s, self._coordinator_failures
+        )
         self._coordinator_failures += 1
 
     def _tell_state(self, phase: str) -> None:

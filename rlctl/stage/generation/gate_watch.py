@@ -126,7 +126,7 @@ class OngoingRequest:
         if self._error is not None:
             raise self._error from None
         if kind is asyncio.CancelledError:  # would look like a cancellation by the caller
-            raise Reason.ENGINE_FAILED.error("the engine gave the request up and does not say why") from None
+            raise Reason.ENGINE_FAILED.error("the engine dropped the request without a reason") from None
 
 
 def _refusal(serving: Serving, clock: Clock, adapter: str) -> RlctlError | None:

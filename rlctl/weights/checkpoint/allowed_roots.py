@@ -25,20 +25,20 @@ class Roots:
         self._also = frozenset(also)
 
     @classmethod
-    def around(cls, checkpoint: str, given: Iterable[str] = ()) -> Roots:
+    def around(cls, checkpoint: str, directories: Iterable[str] = ()) -> Roots:
         """Return the roots of an engine that was started with a checkpoint.
 
         The default is the parent directory of the checkpoint: successive checkpoints of a run are neighbours, and the
-        start of the engine named that place. ``given`` replaces the default. The checkpoint itself and the targets of
-        its links are always allowed, so that a stage can return to its first checkpoint. The surroundings of a link's
-        target are not allowed. An exception is the Hugging Face cache, with the contents of all snapshots of a
+        start of the engine named that place. ``directories`` replaces the default. The checkpoint itself and the
+        targets of its links are always allowed, so that a stage can return to its first checkpoint. The surroundings of
+        a link's target are not allowed. An exception is the Hugging Face cache, with the contents of all snapshots of a
         repository.
         """
         start = Path(os.path.realpath(checkpoint))
         linked = _linked(start)
         roots = {start, *_blobs(start, linked)}
-        if given := [directory for directory in given if directory]:
-            roots.update(Path(directory) for directory in given)
+        if directories := [directory for directory in directories if directory]:
+            roots.update(Path(directory) for directory in directories)
         elif start.parent != Path(start.anchor):
             roots.add(start.parent)
         return cls(roots, also=linked)

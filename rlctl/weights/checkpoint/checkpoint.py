@@ -71,7 +71,7 @@ class StoredWeights(Protocol):
     def check_unchanged(self) -> None:
         """Raise CHECKPOINT_NOT_FOUND if a read would no longer return the contents that were checked at the opening."""
 
-    def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]]) -> int:
+    def read_into(self, destinations: Sequence[tuple[str, Slice, torch.Tensor]]) -> int:
         """Copy parts of full tensors into memory of the parts' shapes, cast to its dtype; return the bytes read.
 
         Reads the opened files, even if the path names other files by now. Keeps no reference to the memory, and the
@@ -144,10 +144,10 @@ class Checkpoint:
         """Return whether a checkpoint that was opened later has the same files, unchanged in between."""
         return [file.stamp for file in self.files] == [file.stamp for file in other.files]
 
-    def read_into(self, wanted: Sequence[tuple[str, Slice, torch.Tensor]], *, threads: int = 0) -> int:
+    def read_into(self, destinations: Sequence[tuple[str, Slice, torch.Tensor]], *, threads: int = 0) -> int:
         """See :class:`StoredWeights`; ``threads`` as for :func:`rlctl.weights.checkpoint.parallel_read.read_parts`."""
         parts = []
-        for name, part, target in wanted:
+        for name, part, target in destinations:
             entry = self._find(name)
             parts.append(Part(entry.file, entry.offset, entry.meta, part, target))
         files = {id(part.file): part.file for part in parts}.values()

@@ -18,10 +18,10 @@ from rlctl.weights.tensor.slices import Shard, Slice
 from rlctl.weights.tensor.tensors import TensorMeta
 
 
-def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key: bytes = b"") -> TensorDifference:
+def difference(shards: ShardMap, result: ModelDigestResult, expected: bytes, key: bytes = b"") -> TensorDifference:
     """Report the stage's tensors that differ from the fingerprints, and this rank's part of the first difference."""
-    names = differing(found.every, expected)
-    report = TensorDifference(tensors=len(found.every), count=len(names))
+    names = differing(result.every, expected)
+    report = TensorDifference(tensors=len(result.every), count=len(names))
     if not names:
         return report
     report.first = names[0]
@@ -32,7 +32,7 @@ def difference(shards: ShardMap, found: ModelDigestResult, expected: bytes, key:
     part.name = names[0]
     part.digest = part_digest(shard, key)
     if shard.slice.whole(shard.meta.shape):
-        at = SIZE * sorted(found.every).index(names[0])
+        at = SIZE * sorted(result.every).index(names[0])
         part.differs = fingerprints({names[0]: part.digest}) != expected[at : at + SIZE]
     else:
         assert shard.slice.dim is not None

@@ -105,9 +105,9 @@ class GroupExchange:
         gathered = self._all_gather(torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8))
         return [bytes(row[:length].numpy()) for row, length in zip(gathered, lengths, strict=True)]
 
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(mine, device=self._device) for _ in range(self.size)]
-        part = mine.to(self._device)
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(tensor, device=self._device) for _ in range(self.size)]
+        part = tensor.to(self._device)
         self._wait([lambda: self._group.allgather([rows], [part], AllgatherOptions())])
         return [row.cpu() for row in rows]
 

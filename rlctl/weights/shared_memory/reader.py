@@ -113,7 +113,7 @@ class SegmentReader:
 
         Raises NOT_COLOCATED, SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
-        own_segments = self.mine(segments)
+        own_segments = self.for_this_rank(segments)
         for segment in own_segments:
             for index, (meta, _) in enumerate(segment.tensors):
                 if receiver.fits(meta):
@@ -122,16 +122,16 @@ class SegmentReader:
                 receiver.check(meta, f"{path}.name", f"{path}.dtype", f"{path}.shape")
         return self.open(own_segments)
 
-    def mine(self, segments: Sequence[Segment]) -> list[Segment]:
+    def for_this_rank(self, segments: Sequence[Segment]) -> list[Segment]:
         """Return the segments for this rank. Raises as :func:`rlctl.weights.shared_memory.segment.at`."""
         return at(segments, host_id(), device_id(self._device), self._rank)
 
-    def open(self, mine: Sequence[Segment]) -> Reading:
+    def open(self, segments: Sequence[Segment]) -> Reading:
         """Map segments for this rank (see :func:`rlctl.weights.shared_memory.segment.at`), without a check of tensors.
 
         Raises SEGMENT_NOT_FOUND, SEGMENT_EXPIRED, FIELD_INVALID.
         """
-        reading = Reading([(segment, self._map(segment)) for segment in mine])
+        reading = Reading([(segment, self._map(segment)) for segment in segments])
         reading.proceed()
         return reading
 

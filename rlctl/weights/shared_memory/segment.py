@@ -65,7 +65,7 @@ def from_proto(message: verbs_pb2.TensorSegment, field: str) -> Segment:
         return _of_torch(message, field)
     cuda = message.WhichOneof("handle") == "cuda_ipc"
     if not cuda and not message.shared_memory:
-        raise Reason.FIELD_REQUIRED.error("the segment says not how to map it", field=f"{field}.handle")
+        raise Reason.FIELD_REQUIRED.error("the segment has no handle", field=f"{field}.handle")
     header = message.header_memory if cuda else message.shared_memory
     check_name(header, f"{field}.header_memory" if cuda else f"{field}.shared_memory")
     if cuda and len(message.cuda_ipc) != CUDA_HANDLE_BYTES:

@@ -91,7 +91,7 @@ class SegmentSender:
         lease_s: float = LEASE_S,
         digest: ModelDigest | None = None,
         deadline: float | None = None,
-        left: Callable[[], None] = lambda: None,
+        on_all_read: Callable[[], None] = lambda: None,
     ) -> Generator[SentSegment, None, None]:
         """Copy a source's tensors into segments in one pass; yield each segment after its write.
 
@@ -102,8 +102,8 @@ class SegmentSender:
         the calls that announce the segments; receivers stop at the earlier end. ``digest`` digests exactly the sent
         bytes, in parallel; it is complete at the end of the iterator. If all segments are lent, the iterator waits for
         a release or the end of a lease, until ``deadline`` (on :func:`time.monotonic`'s clock; None: twice ``lease_s``
-        from now). ``left`` is called at the end of the source, after the last segment has been taken from the iterator:
-        the source's tensors may then be overwritten.
+        from now). ``on_all_read`` is called at the end of the source, after the iterator has yielded the last segment.
+        The source's tensors may then be overwritten.
 
         Raises FIELD_INVALID if source and wire differ; SHARED_MEMORY_FULL, DEADLINE_EXCEEDED, CANCELLED (closed).
         Errors of the source itself pass through.
@@ -134,7 +134,7 @@ class SegmentSender:
                 yield segment
             if (extra := next(tensors, None)) is not None:
                 raise unannounced(extra[0])
-            left()
+            on_all_read()
             for future in itertools.chain(*digesting.values()):
                 future.result()
 

@@ -102,13 +102,13 @@ class TorchMapping:
         self.data = torch.empty(0, dtype=torch.uint8, device=device).set_(opened, 0, (storage.size,), (1,))
 
 
-def _drop_shared(name: str, found: tuple[int, int], opened: list[torch.UntypedStorage]) -> None:
+def _drop_shared(name: str, file_identity: tuple[int, int], opened: list[torch.UntypedStorage]) -> None:
     """Drop a reference through torch.
 
     torch ends the process if the memory of its last reference has been removed. Such a mapping is kept for the life of
     the process.
     """
-    if identity(name) != found:
+    if identity(name) != file_identity:
         for storage in opened:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage))
     opened.clear()

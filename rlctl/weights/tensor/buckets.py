@@ -118,7 +118,7 @@ def put(bucket: Bucket, index: int, tensor: torch.Tensor, buffer: torch.Tensor) 
     """
     meta, start = bucket.metas[index], bucket.offsets[index]
     if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
-        raise Reason.FIELD_INVALID.error(f"{meta} was to be packed, not {tensor.dtype} {tuple(tensor.shape)}")
+        raise Reason.FIELD_INVALID.error(f"the bucket has {meta}, not {tensor.dtype} {tuple(tensor.shape)}")
     end = 0 if index == 0 else bucket.offsets[index - 1] + bucket.metas[index - 1].nbytes
     # The gap is zeroed: the broadcast must not reveal earlier contents of the memory.
     buffer[end:start].zero_()

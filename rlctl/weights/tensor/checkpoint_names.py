@@ -176,7 +176,7 @@ class ModuleSource:
     def metas(self) -> list[TensorMeta]:
         """Return all descriptions. Raises FIELD_INVALID for a tensor without contents or with a changed shape."""
         metas: list[TensorMeta] = []
-        for tensor, parts in self._held():
+        for tensor, parts in self._tensors():
             for name, part in parts.items():
                 refuse_unreadable(name, tensor)
                 metas.append(TensorMeta(name, tensor.dtype, part.shape))
@@ -184,7 +184,7 @@ class ModuleSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full tensors, in the order of :meth:`metas`. Contiguous tensors that are whole are not copied."""
-        for tensor, parts in self._held():
+        for tensor, parts in self._tensors():
             gather = getattr(tensor, "full_tensor", None)
             full = (tensor if gather is None else gather()).detach()
             for name, part in parts.items():
@@ -192,7 +192,7 @@ class ModuleSource:
 
     def local(self) -> Iterator[Held]:
         """Yield the values at this rank, without gathering."""
-        for tensor, parts in self._held():
+        for tensor, parts in self._tensors():
             shard = shard_of(tensor)
             if shard is not tensor and len(parts) > 1:  # the values may be in any of the parts
                 yield tuple(parts), shard
@@ -200,7 +200,7 @@ class ModuleSource:
             for name, part in parts.items():
                 yield (name,), shard if shard is not tensor else part.of(tensor.detach())
 
-    def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Part]]]:
+    def _tensors(self) -> Iterator[tuple[torch.Tensor, dict[str, Part]]]:
         """Yield the present tensors of the module. ``load_state_dict(assign=True)``, for example, replaces tensors."""
         for source, tensor in _state(self._module):
             shape, parts = self._parts.get(source, ((), {}))

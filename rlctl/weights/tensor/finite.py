@@ -74,10 +74,10 @@ def _narrow_is_finite(values: torch.Tensor) -> bool:
     return bad is None or not any(bool(bad(part).any()) for part in torch.split(as_bytes(values), _CHUNK))
 
 
-def not_finite(held: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[str]:
+def not_finite(entries: Iterable[Held], dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Return the names in ``dtypes`` of tensors with a value that is not finite."""
     names_not_finite = []
-    for names, tensor in held:
+    for names, tensor in entries:
         selected = [name for name in names if name in dtypes]
         if selected and not is_finite(tensor, dtypes[selected[0]]):
             names_not_finite += selected

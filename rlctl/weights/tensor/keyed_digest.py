@@ -179,13 +179,13 @@ class _Rows:
     Attributes:
         index: the shard's index in the list.
         start: number of the first row, within the shard.
-        held: the rows, in the shard's own dtype.
+        values: the rows, in the shard's own dtype.
     """
 
     index: int
     shard: Shard
     start: int
-    held: torch.Tensor
+    values: torch.Tensor
 
 
 def _batches(shards: Sequence[Shard], indexes: Sequence[int]) -> Iterator[list[_Rows]]:
@@ -247,11 +247,11 @@ def _halves(batch: Sequence[_Rows]) -> list[Sequence[_Rows]]:
     if middle:
         return [batch[:middle], batch[middle:]]
     (rows,) = batch
-    middle = len(rows.held) // 2
+    middle = len(rows.values) // 2
     if not middle:
         return []
-    rest = replace(rows, start=rows.start + middle, held=rows.held[middle:])
-    return [[replace(rows, held=rows.held[:middle])], [rest]]
+    rest = replace(rows, start=rows.start + middle, values=rows.values[middle:])
+    return [[replace(rows, values=rows.values[:middle])], [rest]]
 
 
 def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
@@ -263,7 +263,7 @@ def _digest(keys: _Keys, batch: Sequence[_Rows]) -> dict[int, Sum]:
     for rows in batch:
         meta, part = rows.shard.meta, rows.shard.slice
         full = meta.shape or (1,)
-        data = _bytes(rows.held.to(keys.small.device, meta.dtype))
+        data = _bytes(rows.values.to(keys.small.device, meta.dtype))
         first = part.start * meta.dtype.itemsize if part.dim == len(full) - 1 else 0
         blocks = -(-full[-1] * meta.dtype.itemsize // BLOCK)
         numbers = _row_numbers(rows, full) * blocks
@@ -334,7 +334,7 @@ def _bytes(matrix: torch.Tensor) -> torch.Tensor:
 
 def _row_numbers(rows: _Rows, full: tuple[int, ...]) -> torch.Tensor:
     """Return the numbers of the rows in the full tensor."""
-    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.held), device="cpu")
+    part, numbers = rows.shard.slice, torch.arange(rows.start, rows.start + len(rows.values), device="cpu")
     if part.dim is None or part.dim == len(full) - 1:
         return numbers
     inner = math.prod(full[part.dim + 1 : -1])

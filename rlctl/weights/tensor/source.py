@@ -91,16 +91,16 @@ def spares_of(source: WeightSource) -> dict[str, Spare]:
     return {} if spares is None else spares()
 
 
-def left_out(spares: Mapping[str, Spare], wanted: Collection[str]) -> set[str]:
-    """Return the names of an offer that are not sent, because ``wanted`` has the contents under other names.
+def left_out(spares: Mapping[str, Spare], checkpoint_names: Collection[str]) -> set[str]:
+    """Return the names of an offer that are not sent, because the checkpoint has the contents under other names.
 
-    ``wanted`` are the names of the checkpoint. A spare name is sent if the checkpoint has it. Its usual names are then
-    sent only if the checkpoint has them. Without ``wanted`` the names that the trainer itself used are sent.
+    A spare name is sent if the checkpoint has it. Its usual names are then sent only if the checkpoint has them.
+    Without ``checkpoint_names`` the names that the trainer itself used are sent.
     """
-    if not wanted:
+    if not checkpoint_names:
         return {name for name, spare in spares.items() if not spare.explicit}
-    usual_names = {usual for name, spare in spares.items() if name in wanted for usual in spare.stands_for}
-    return {name for name in spares.keys() | usual_names if name not in wanted}
+    usual_names = {usual for name, spare in spares.items() if name in checkpoint_names for usual in spare.stands_for}
+    return {name for name in spares.keys() | usual_names if name not in checkpoint_names}
 
 
 def atomic_lists(source: WeightSource) -> list[tuple[str, ...]]:

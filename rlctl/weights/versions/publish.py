@@ -135,7 +135,7 @@ def publish_full(
     with atomic_write.writing(place, "source_dir"), _building(place) as new:
         entries: dict[str, Entry] = {}
         shards: dict[str, int] = {}
-        tensors = _given(source, finite=finite)
+        tensors = _checked(source, finite=finite)
 
         def take_in(meta: TensorMeta, data: torch.Tensor) -> None:
             entries[meta.name] = Entry(meta, digest_of_bytes(meta, data))
@@ -185,7 +185,7 @@ def publish_delta(
         with atomic_write.writing(place, "source_dir"), _building(place) as new:
             writer = _DeltaWriter(new)
             entries: dict[str, Entry] = {}
-            for meta, tensor in zip(source.metas(), _given(source, finite=finite), strict=True):
+            for meta, tensor in zip(source.metas(), _checked(source, finite=finite), strict=True):
                 entries[meta.name], payload = _difference(meta, tensor, old, encoding, compress)
                 if payload is not None:
                     writer.add(meta.name, payload, tensor)
@@ -296,7 +296,7 @@ def _shards(metas: list[TensorMeta], shard_bytes: int) -> dict[str, list[TensorM
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def _given(source: WeightSource, *, finite: bool) -> Iterator[torch.Tensor]:
+def _checked(source: WeightSource, *, finite: bool) -> Iterator[torch.Tensor]:
     """Yield a source's tensors, exactly as announced and in that order.
 
     Raises FIELD_INVALID; with ``finite``, WEIGHTS_NOT_FINITE for the first tensor with such values.
@@ -384,30 +384,30 @@ class _DeltaWriter:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._held: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         self._bytes = 0
         self._shards: dict[str, int] = {}
 
     def add(self, name: str, payload: torch.Tensor, tensor: torch.Tensor) -> None:
         """Add the stored bytes of a tensor. Bytes in the tensor's memory are copied: the source reuses the memory."""
         shares_memory = payload.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        self._held[name] = payload.clone() if shares_memory else payload
+        self._pending[name] = payload.clone() if shares_memory else payload
         self._bytes += payload.nbytes
         if self._bytes >= DELTA_BYTES:
             self._write()
 
     def finish(self) -> dict[str, int]:
         """Write the remaining bytes; return the files and their sizes."""
-        if self._held:
+        if self._pending:
             self._write()
         return self._shards
 
     def _write(self) -> None:
-        metas = [TensorMeta.of(name, payload) for name, payload in self._held.items()]
+        metas = [TensorMeta.of(name, payload) for name, payload in self._pending.items()]
         name = f"delta-{len(self._shards) + 1:05}.safetensors"
-        source = iter(self._held.values())
+        source = iter(self._pending.values())
         self._shards[name] = _write_tensors(self._directory / name, metas, source, lambda *_: None)
-        self._held, self._bytes = {}, 0
+        self._pending, self._bytes = {}, 0
 
 
 def published(source_dir: str | Path, version: str, roots: Roots | None = None) -> Published:

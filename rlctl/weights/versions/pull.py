@@ -346,21 +346,21 @@ def _open(path: Path, stack: contextlib.ExitStack) -> list[TensorFile]:
 class _Delta:
     """An opened delta, checked against its manifest."""
 
-    def __init__(self, found: Published, stack: contextlib.ExitStack) -> None:
-        self.path, self.manifest = found.path, found.manifest
+    def __init__(self, published: Published, stack: contextlib.ExitStack) -> None:
+        self.path, self.manifest = published.path, published.manifest
         self._stored: dict[str, TensorFile] = {}
-        for name, size in found.manifest.shards.items():
-            file = TensorFile(found.path / name, field=SOURCE)
+        for name, size in published.manifest.shards.items():
+            file = TensorFile(published.path / name, field=SOURCE)
             stack.callback(file.close)
             if file.size != size:
                 raise Reason.CHECKPOINT_NOT_FOUND.error(
                     f"{file.path}: it has {file.size} bytes, its manifest says {size}", field=SOURCE
                 )
             self._stored |= dict.fromkeys(file.metas, file)
-        stored = {name for name, entry in found.manifest.tensors.items() if entry.encoding != "same"}
+        stored = {name for name, entry in published.manifest.tensors.items() if entry.encoding != "same"}
         if self._stored.keys() != stored:
             raise Reason.CHECKPOINT_NOT_FOUND.error(
-                f"{found.path}: its files hold other tensors than its index", field=SOURCE
+                f"{published.path}: its files hold other tensors than its index", field=SOURCE
             )
 
     def check(self, metas: Mapping[str, TensorMeta], seed: Path) -> None:
@@ -479,19 +479,19 @@ class _Replay:
         output.write(name, data)
         return meta.nbytes + changed
 
-    def _check(self, name: str, found: str, expected: str, where: str) -> None:
-        if found != expected:
+    def _check(self, name: str, digest: str, expected: str, where: str) -> None:
+        if digest != expected:
             raise Reason.DIGEST_MISMATCH.error(
                 f"{name} does not match its checksum {where}",
                 field=SOURCE,
                 next_step=AGAIN,
-                metadata={"expected": expected, "found": found},
+                metadata={"expected": expected, "found": digest},
             )
 
 
-def _compare(found: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) -> None:
-    compare(found, manifest.metas, what=f"what {seed} holds")
-    mismatches = [name for name, meta in manifest.metas.items() if found[name].dtype != meta.dtype]
+def _compare(metas: Mapping[str, TensorMeta], manifest: Manifest, seed: Path) -> None:
+    compare(metas, manifest.metas, what=f"what {seed} holds")
+    mismatches = [name for name, meta in manifest.metas.items() if metas[name].dtype != meta.dtype]
     if mismatches:
         raise Reason.CHECKPOINT_MISMATCH.error(
             f"{len(mismatches)} tensors are of another dtype than in {manifest.version!r} ({mismatches[0]})",

@@ -60,7 +60,7 @@ class Memory:
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
         return [(key, body) for (k, key), body in self.records.items() if k == kind]
 
-    def held(self) -> bool:
+    def owned(self) -> bool:
         return True
 
 

@@ -100,11 +100,11 @@ def test_two_that_make_it_at_the_same_time_do_not_both_hold_it(path: Path) -> No
 
 def test_one_whose_file_was_moved_is_held_no_more(path: Path) -> None:
     journal = SqliteJournal(path)
-    assert journal.held()
+    assert journal.owned()
     path.rename(path.with_name("elsewhere.db"))
-    assert not journal.held()
+    assert not journal.owned()
     path.write_bytes(b"a successor's")
-    assert not journal.held()
+    assert not journal.owned()
     journal.close()
 
 

@@ -45,7 +45,7 @@ class Disk:
     def read(self, kind: str) -> Iterable[tuple[str, bytes]]:
         return sorted(self.records.items())
 
-    def held(self) -> bool:
+    def owned(self) -> bool:
         return True
 
 

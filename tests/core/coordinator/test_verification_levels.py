@@ -235,9 +235,9 @@ def said(name: str, *digests: str, outcome: int = OUTCOME_APPLIED, inconsistent:
         (REPLICA, NOTHING, [said("a", "one"), said("b", "other")], "ab"),
         (REPLICA, NOTHING, [said("a", "one")], "a"),
         (REPLICA, NOTHING, [said("a", "one"), said("b", "")], "ab"),
-        (REPLICA, Expected(held="one"), [said("a", "one")], ""),
-        (REPLICA, Expected(held="one"), [said("a", "one"), said("b", "other")], "b"),
-        (REPLICA, Expected(held="other"), [said("a", "one"), said("b", "one")], "ab"),
+        (REPLICA, Expected(served="one"), [said("a", "one")], ""),
+        (REPLICA, Expected(served="one"), [said("a", "one"), said("b", "other")], "b"),
+        (REPLICA, Expected(served="other"), [said("a", "one"), said("b", "one")], "ab"),
     ],
 )
 def test_a_digest_proves_what_it_is_compared_with(
@@ -288,9 +288,9 @@ def test_one_answer_for_all_ranks_proves_nothing_where_nothing_is_verified() -> 
     assert not verification_levels.judge_evidence(answers, {}, probed=False)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_stage_that_is_dirty_after_the_decode_check_is_wrong_also_unasked(wanted: bool) -> None:
+@pytest.mark.parametrize("required", [True, False])
+def test_a_stage_that_is_dirty_after_the_decode_check_is_wrong_also_unrequested(required: bool) -> None:
     error = Reason.WEIGHTS_DIRTY.error("its memory was written").detail()
     dirty = StageResult(slot="a", outcome=OUTCOME_DIRTY, error=error)
-    wrong, passed = verification_levels.judge_decode([dirty], wanted=wanted)
+    wrong, passed = verification_levels.judge_decode([dirty], required=required)
     assert (wrong["a"].reason, wrong["a"].outcome, passed) == (Reason.DECODE_MISMATCH, OUTCOME_DIRTY, frozenset())

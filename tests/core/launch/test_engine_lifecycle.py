@@ -247,7 +247,7 @@ def test_people_are_told_that_an_engine_still_loads_and_what_its_log_says(
 ) -> None:
     children, said = Children(), []  # type: ignore[var-annotated]
     run = started(children, said)
-    assert said == ["a: starting (1 of its 2 ranks beside rank 0)"]
+    assert said == ["a: starting 1 follower rank, then rank 0"]
     children.all[0].announce()
     run.advance(None)
     children.all[1].last = "shard 3 of 7"

@@ -206,10 +206,10 @@ def test_a_log_that_has_become_long_begins_anew_and_the_process_goes_on(
         for letter in "xy":
             logs(letter * 2000)
             wait_for(lambda letter=letter: kept.exists() and letter in kept.read_text() and not log.read_bytes())  # type: ignore[misc]
-            assert process.said() == ""
+            assert process.last_log_line() == ""
             logs("the end")
             wait_for(lambda: log.read_bytes() == b"the end\n")
-            assert process.said() == "the end"
+            assert process.last_log_line() == "the end"
         assert kept.read_text() == "the end\n" + "y" * 2000 + "\n"
     finally:
         process.kill()
@@ -293,10 +293,10 @@ def test_a_process_that_the_system_does_not_start_has_failed(
         gateways.look("coordinator", restart=True)
         assert gateways.errors["actor"].reason is Reason.ENGINE_FAILED
     assert not gateways.processes
-    wanted, gateways.wanted = gateways.wanted, ()
+    wanted, gateways.specs = gateways.specs, ()
     gateways.look("coordinator", restart=True)
     assert gateways.settled
-    gateways.wanted = wanted
+    gateways.specs = wanted
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     gateways.look("coordinator", restart=True)
@@ -323,7 +323,7 @@ def test_a_gateway_that_is_changed_waits_for_the_port_of_the_one_before(listen: 
     before.terminate = lambda: None  # type: ignore[method-assign]
     gateways.look("c", restart=True)
     assert gateways.settled
-    gateways.wanted = (GatewaySpec("actor", listen, "round_robin"),)
+    gateways.specs = (GatewaySpec("actor", listen, "round_robin"),)
     gateways.look("c", restart=True)
     assert len(children) == (1 if waits else 2)
     assert not gateways.settled
@@ -457,10 +457,10 @@ def test_a_silent_coordinator_is_called_once_a_step(tmp_path: Path) -> None:
 
     fleet, silent = LaunchedFleet((), directory=tmp_path), Silent()
     fleet._client = silent  # type: ignore[assignment]
-    assert [fleet._asked(ask), fleet._asked(ask)] == [False, False]
+    assert [fleet._call(ask), fleet._call(ask)] == [False, False]
     assert silent.calls == 1
     fleet.look()
-    assert not fleet._asked(ask)
+    assert not fleet._call(ask)
     assert silent.calls == 2, "the next step asks again"
 
 

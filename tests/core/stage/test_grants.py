@@ -178,7 +178,7 @@ async def test_whoever_waits_hears_of_a_coordinator_that_left_as_soon_as_it_had_
     stage.detached(link)
     await waiting  # it has been there
     async with asyncio.timeout(1):
-        await stage.left.wait()
+        await stage.unattached.wait()
 
 
 async def test_the_end_of_a_link_that_was_replaced_is_not_the_coordinators(stage: Stage) -> None:
@@ -187,7 +187,7 @@ async def test_the_end_of_a_link_that_was_replaced_is_not_the_coordinators(stage
         await stage.attach(attaching(7), link)
     stage.detached(former)
     assert stage.attached.is_set()
-    assert not stage.left.is_set()
+    assert not stage.unattached.is_set()
 
 
 async def test_of_two_coordinators_that_attach_at_once_the_later_holds_the_stage(stage: Stage) -> None:

@@ -121,7 +121,7 @@ async def test_what_an_engine_gives_up_without_a_word_is_told(fleet: InProcessFl
     error = await why(line, asked())
     assert (error.reason, error.message) == (
         Reason.ENGINE_FAILED,
-        "the engine gave the request up and does not say why",
+        "the engine dropped the request without a reason",
     )
 
 

@@ -218,7 +218,7 @@ async def test_what_somebody_asks_for_waits_for_no_heal_of_another_stage_that_is
     healer, accepted = fleet.server.coordinator.updates._healer, asyncio.Event()
 
     async with at_write(fleet, lambda put: put.kind == "operation", before=accepted.wait):
-        healing = asyncio.ensure_future(healer.heal(HealStageRequest(slots=["b"]), None, asked=False))
+        healing = asyncio.ensure_future(healer.heal(HealStageRequest(slots=["b"]), None, requested=False))
         await eventually(lambda: len(healer._heals) == 2)
         pausing = asyncio.ensure_future(fleet.stub.PauseGeneration(v.PauseGenerationRequest()))
         await asyncio.wait({pausing}, timeout=0.1)

@@ -82,7 +82,7 @@ async def test_a_stage_that_obeys_another_epoch_says_so_and_is_taken_back_by_a_c
         pass
     await fleet.until(lambda _: "rlctl take-over a" in fleet.stage("a").not_routable, 30.0)
     assert fleet.stage("a").state == common.STAGE_STATE_UNREACHABLE
-    assert f"the stage is held by epoch {epoch + MOST_AHEAD}" in fleet.stage("a").not_routable
+    assert f"the stage obeys epoch {epoch + MOST_AHEAD}" in fleet.stage("a").not_routable
     refused = await refusal(fleet.stub.HealStage(c.HealStageRequest(slots=["a"])))
     assert "rlctl take-over a" in refused.message
     tried = c.TakeOverStagesRequest(header=RequestHeader(validate_only=True), slots=["a"])

@@ -316,9 +316,9 @@ async def test_a_coordinator_that_has_lost_its_journal_lets_go_of_its_stages(
     monkeypatch.setattr(stage_links, "GRANT_EVERY_S", 0.05)
     async with make_fleet(a=1, b=1) as fleet:
         coordinator = fleet.server.coordinator
-        monkeypatch.setattr(coordinator._journal, "held", lambda: False)
+        monkeypatch.setattr(coordinator._journal, "owned", lambda: False)
         async with asyncio.timeout(10):
-            await asyncio.gather(*(fleet.stages[slot]._stage.left.wait() for slot in "ab"))
+            await asyncio.gather(*(fleet.stages[slot]._stage.unattached.wait() for slot in "ab"))
         with pytest.raises(RlctlError, match="journal"):
             await coordinator.end_of_reign()
 
@@ -462,7 +462,7 @@ async def test_a_stage_that_is_dismissed_while_its_link_is_made_is_let_go(
     assert commander is not None
     await commander.close()
     await attached.wait()
-    await eventually(lambda: fleet.stages["a"]._stage.left._waiters)  # it has registered, and believes to be held
+    await eventually(lambda: fleet.stages["a"]._stage.unattached._waiters)  # it has registered, and believes to be held
     await fleet.stub.DeregisterStage(c.DeregisterStageRequest(slot="a"))
     may_go_on.set()
     await fleet.until(lambda stages: all(stage.routable for stage in stages))

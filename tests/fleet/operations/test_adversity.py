@@ -128,7 +128,7 @@ async def test_requests_of_a_stage_that_was_left_out_end_with_the_version_that_t
         await anext(parts)
         async with unreachable(fleet, "a"):
             too_few = await refusal(begin(fleet, options=v.UpdateOptions(quorum=2)))
-            assert "there are 1 targets; left out: a (not there)" in too_few.message
+            assert "there are 1 targets; excluded: a (absent)" in too_few.message
             assert too_few.next_step == "Wait for more stages, or lower the quorum."
             plan = await begin(fleet)
             assert [stage.slot for stage in plan.excluded] == ["a"]

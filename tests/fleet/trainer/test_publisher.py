@@ -215,8 +215,8 @@ async def test_a_stage_that_a_version_has_not_come_to_is_named(
             result = await publisher.update(
                 Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none"
             )
-        assert result.left_out == {"a": "not there"}
-        assert "version two has not come to a (not there)" in caplog.text
+        assert result.left_out == {"a": "absent"}
+        assert "version two was not sent to a (absent)" in caplog.text
         await fleet.until(lambda stages: all(stage.routable for stage in stages))
         caplog.clear()
         result = await publisher.update(

@@ -64,7 +64,7 @@ class SimJournal:
         # The process may die between the write and its own next step.
         await asyncio.sleep(0)
 
-    def held(self) -> bool:
+    def owned(self) -> bool:
         """Return True if no other process has opened the store since."""
         return self._store.holder is self
 

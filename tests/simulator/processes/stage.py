@@ -223,7 +223,7 @@ class StageHost:
                 stage.home_epoch = answer.header.fleet_epoch
                 async with asyncio.timeout(ATTACHED_WITHIN_S):
                     await stage.attached.wait()
-                await stage.left.wait()
+                await stage.unattached.wait()
             except (TimeoutError, RlctlError):
                 pass
             await asyncio.sleep(REGISTER_AGAIN_S)

@@ -287,7 +287,7 @@ def test_the_source_is_free_once_the_last_segment_is_taken_whether_or_not_it_is_
     full = full_model()
     source, left = as_source(full.items()), threading.Event()
     sender = SegmentSender(segment_bytes=max(tensor.nbytes for tensor in full.values()), segments=64)
-    segments = sender.write(source, source.metas(), left=left.set, digest=ModelDigest())
+    segments = sender.write(source, source.metas(), on_all_read=left.set, digest=ModelDigest())
     taken: list[SentSegment] = []
     for segment in segments:
         assert not left.is_set()

@@ -133,7 +133,7 @@ def test_packing_refuses_what_the_bucket_does_not_say() -> None:
         pack(bucket, {})
     assert caught.value.reason is Reason.FIELD_REQUIRED
     for wrong in (torch.zeros(3), torch.zeros(2, dtype=torch.int32)):
-        with pytest.raises(InvalidRequest, match="was to be packed"):
+        with pytest.raises(InvalidRequest, match="the bucket has"):
             pack(bucket, {"w": wrong})
 
 

@@ -164,8 +164,8 @@ def test_a_batch_that_needs_too_much_memory_is_divided(monkeypatch: pytest.Monke
     refused: list[int] = []
 
     def limited(keys: keyed_digest._Keys, batch: Sequence[keyed_digest._Rows]) -> dict[int, Sum]:
-        nbytes = sum(rows.held.nbytes for rows in batch)
-        if nbytes > most and (len(batch) > 1 or len(batch[0].held) > 1):
+        nbytes = sum(rows.values.nbytes for rows in batch)
+        if nbytes > most and (len(batch) > 1 or len(batch[0].values) > 1):
             refused.append(nbytes)
             raise torch.OutOfMemoryError("no memory")
         return digest(keys, batch)
