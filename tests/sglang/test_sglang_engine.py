@@ -46,6 +46,7 @@ def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> No
     assert {tensor.name for tensor in model.reference} == {name for name, _ in tiny[0].named_parameters()}
     server = driver.tell(v.GetServerInfoRequest())
     assert server.engine_version.startswith("0.5.")
+    assert server.settings["rlctl_in_ranks"] == server.rlctl_version
     assert not any("key" in name for name in server.settings)
     assert driver.tell(v.GetLoadsRequest()).max_tokens > 0
 

@@ -85,6 +85,7 @@ def test_what_it_says_about_itself(driver: Driver, tiny: tuple[Any, Path]) -> No
     assert {tensor.name for tensor in model.reference} == {name for name, _ in tiny[0].named_parameters()}
     server = driver.tell(v.GetServerInfoRequest())
     assert server.engine_version == "0.32.0"
+    assert server.settings["rlctl_in_ranks"] == server.rlctl_version
     assert driver.tell(v.GetLoadsRequest()).max_tokens > 0
 
 

@@ -10,12 +10,15 @@ from google.protobuf.duration_pb2 import Duration
 
 from rlctl.contract.errors import Reason
 from rlctl.v1.common_pb2 import (
+    TRANSPORT_CUDA_IPC,
+    TRANSPORT_SHARED_MEMORY,
     VERIFICATION_LEVEL_EXPECTED,
     VERIFICATION_LEVEL_NONE,
     VERIFICATION_LEVEL_PROBE,
     VERIFICATION_LEVEL_RECEIVED,
     VERIFICATION_LEVEL_REPLICA,
     MemoryTag,
+    Transport,
     VerificationLevel,
     WorkerCoordinates,
 )
@@ -26,15 +29,31 @@ from rlctl.version import __version__
 WRITES = ("UpdateWeightsFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor")
 """Verbs that write base weights. UpdateWeightsFromTensor carries adapters too."""
 
+IN_RANKS = "rlctl_in_ranks"
+"""Setting of every server: the version of rlctl's code in its ranks, or "absent"."""
+
+EXPERIMENTAL = ("device.cuda", "transport.torch_nccl", "transport.cuda_ipc")
+"""What has never run of a server on a GPU."""
+
 _SECRET = ("key", "password", "token", "secret")
 _PLAIN = (str, int, float, bool)
 
 
 def server_info(
-    name: str, version: str, node: str, pid: int, uptime_s: float, settings: Iterable[tuple[str, Any]]
+    name: str,
+    version: str,
+    node: str,
+    pid: int,
+    uptime_s: float,
+    settings: Iterable[tuple[str, Any]],
+    ranks: Iterable[Mapping[str, Any]],
 ) -> ServerInfo:
-    """Return how a server was started, without keys and values that are not plain. ``uptime_s`` in seconds."""
+    """Return how a server was started, without keys and values that are not plain. ``uptime_s`` in seconds.
+
+    ``ranks``: the descriptions of the ranks with rlctl's code. The setting :data:`IN_RANKS` is made of them.
+    """
     public = {key: value for key, value in settings if not _secret(key)}
+    public[IN_RANKS] = ", ".join(sorted({str(rank["rlctl"]) for rank in ranks})) or "absent"
     info = ServerInfo(
         engine=name,
         engine_version=version,
@@ -99,6 +118,13 @@ def levels_of(
         *([VERIFICATION_LEVEL_REPLICA, VERIFICATION_LEVEL_EXPECTED] if readable else []),
         *([VERIFICATION_LEVEL_PROBE] if probes else []),
     ]
+
+
+def memory_transports(ranks: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Transport.ValueType]:
+    """Return the transports from a trainer's memory on the host of the ranks. ``ranks``: those with rlctl's code."""
+    if not ranks or not ranks[0]["host_id"]:
+        return []
+    return [TRANSPORT_SHARED_MEMORY, *([] if cpu else [TRANSPORT_CUDA_IPC])]
 
 
 def stage_layout(

@@ -564,7 +564,7 @@ class DiffusionEngine(Engine):
         self._check("GetServerInfo")
         uptime = time.monotonic() - self._since
         version = str(self._told.get("version", ""))
-        return server_info(self.name, version, self._config.node, 0, uptime, self._told.items())
+        return server_info(self.name, version, self._config.node, 0, uptime, self._told.items(), ())
 
     # Shared by several verbs.
 

@@ -10,8 +10,10 @@ from urllib.parse import urlsplit
 from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import (
+    EXPERIMENTAL,
     WRITES,
     levels_of,
+    memory_transports,
     server_info,
     stage_layout,
     without_code,
@@ -220,8 +222,7 @@ class Facts:
                 transports.insert(0, common_pb2.TRANSPORT_TORCH_NCCL)
         if self.ranks:
             actions.append(CHECK_ACTION_CHECKSUM)
-            if self.ranks[0]["host_id"]:
-                transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
+        transports += memory_transports(self.ranks, cpu=self.cpu)
         if readable:
             actions.append(CHECK_ACTION_READ)
         unsupported = dict(self.unsupported)
@@ -249,7 +250,7 @@ class Facts:
             check_actions=actions,
             cache_tiers=self.cache_tiers,
             experimental=[
-                *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
+                *([] if self.cpu else EXPERIMENTAL),
                 *([] if self.cpu or self.mode == "null" else ["disaggregation"]),
             ],
             unsupported=unsupported,
@@ -261,7 +262,7 @@ class Facts:
         )
 
     def server_info(self, name: str, node: str, pid: int, uptime_s: float) -> ServerInfo:
-        return server_info(name, self.version, node, pid, uptime_s, self.info.items())
+        return server_info(name, self.version, node, pid, uptime_s, self.info.items(), self.ranks)
 
     def _number(self, name: str) -> int:
         return int(self.info.get(name) or 1)

@@ -9,8 +9,10 @@ from typing import Any
 from rlctl_servers.adapters.adapters import ADAPTERS_BY, PAUSES
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.server_info import (
+    EXPERIMENTAL,
     WRITES,
     levels_of,
+    memory_transports,
     server_info,
     stage_layout,
     without_code,
@@ -202,10 +204,9 @@ class Facts:
         transports = [common_pb2.TRANSPORT_DISK]
         if self.ranks:
             transports.insert(0, common_pb2.TRANSPORT_TORCH_GLOO)
-            if self.ranks[0]["host_id"]:
-                transports.append(common_pb2.TRANSPORT_SHARED_MEMORY)
             if not self.cpu:
                 transports.insert(1, common_pb2.TRANSPORT_TORCH_NCCL)
+        transports += memory_transports(self.ranks, cpu=self.cpu)
         verification = levels_of(
             ranks=bool(self.ranks), world_size=self.world_size, readable=readable, probes=probes, unproven=unproven
         )
@@ -238,7 +239,7 @@ class Facts:
             check_actions=actions,
             cache_tiers=["prefix"],
             experimental=[
-                *([] if self.cpu else ["device.cuda", "transport.torch_nccl"]),
+                *([] if self.cpu else EXPERIMENTAL),
                 *([f"transport.{BACKEND}"] if self.native else []),
             ],
             unsupported=unsupported,
@@ -255,7 +256,7 @@ class Facts:
             for section in _CONFIGS
             for key, value in (self.config.get(section) or {}).items()
         )
-        return server_info(name, self.version, node, pid, uptime_s, settings)
+        return server_info(name, self.version, node, pid, uptime_s, settings, self.ranks)
 
     def _of(self, section: str, name: str) -> Any:
         return (self.config.get(section) or {}).get(name)

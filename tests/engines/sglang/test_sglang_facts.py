@@ -162,3 +162,12 @@ def test_grammars_are_told_by_their_fields() -> None:
     assert not has_grammar(request)
     request.engine_fields.update({"sampling_params": {"json_schema": "{}"}})
     assert has_grammar(request)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [((), "absent"), (({"rlctl": "1.2"}, {"rlctl": "1.2"}), "1.2"), (({"rlctl": "1.2"}, {"rlctl": "1.3"}), "1.2, 1.3")],
+)
+def test_the_plug_in_in_the_ranks_and_its_version_are_told(ranks: tuple[dict[str, str], ...], said: str) -> None:
+    info = Facts({"version": "0.5.23"}, {}, ranks).server_info("sglang", "", 1, 0.0)
+    assert (info.settings["rlctl_in_ranks"], info.arguments["rlctl_in_ranks"]) == (said, said)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from typing import Any
 
 import pytest
+from rlctl_servers.ranks.protocol import PROTOCOL
 from rlctl_servers.server.http import Answer
 from rlctl_sglang.updates.rank_calls import Ranks
 
@@ -73,6 +75,19 @@ async def test_a_rank_whose_code_fails_is_an_error_of_unknown_outcome() -> None:
     assert error is not None
     assert (error.reason, error.outcome) == (Reason.ENGINE_FAILED, OUTCOME_UNKNOWN)
     assert "no protobuf" in error.message
+
+
+@pytest.mark.parametrize("versions", [(PROTOCOL, PROTOCOL + 1), (PROTOCOL - 1, PROTOCOL - 1), (None, None)])
+async def test_ranks_with_a_plug_in_of_another_version_are_not_driven(versions: tuple[int | None, ...]) -> None:
+    described = [
+        {"rank": rank, "size": 2, "protocol": number, "rlctl": f"0.{number}"} for rank, number in enumerate(versions)
+    ]
+    answers = [{"answer": base64.b64encode(json.dumps(rank).encode()).decode()} for rank in described]
+    error = await refused(Server(None, *answers), attaching=True)
+    assert error is not None
+    assert error.reason is Reason.UNSUPPORTED
+    assert f"rlctl 0.{versions[-1]}" in error.message
+    assert "start the engine again" in error.next_step
 
 
 async def test_every_rank_answers() -> None:

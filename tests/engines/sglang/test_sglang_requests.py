@@ -21,7 +21,7 @@ from rlctl_sglang.server.server import Server
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call, EngineConfig
-from rlctl.v1.common_pb2 import WeightVersion
+from rlctl.v1.common_pb2 import TRANSPORT_CUDA_IPC, TRANSPORT_TORCH_NCCL, WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, GenerateRequest, SamplingParams, TokenIds
 
 LIMITS = Limits(vocab_size=16, context_length=32, longest_prompt=30)
@@ -92,17 +92,25 @@ def test_where_decode_servers_find_a_prefill_server() -> None:
         assert Facts(other, {}).bootstrap("http://h:1") is None
 
 
+ON_GPU = ("device.cuda", "transport.torch_nccl", "transport.cuda_ipc")
+
+
 @pytest.mark.parametrize(
     ("told", "experimental"),
     [
-        ({"device": "cuda"}, ["device.cuda", "transport.torch_nccl"]),
-        ({"disaggregation_mode": "prefill"}, ["device.cuda", "transport.torch_nccl", "disaggregation"]),
+        ({"device": "cuda"}, [*ON_GPU]),
+        ({"disaggregation_mode": "prefill"}, [*ON_GPU, "disaggregation"]),
         ({"device": "cpu"}, []),
         ({"device": "cpu", "disaggregation_mode": "decode"}, []),
     ],
 )
 def test_what_has_never_run_on_a_gpu_is_called_experimental(told: dict[str, str], experimental: list[str]) -> None:
-    assert list(Facts(told, {}).capabilities(readable=False, probes=False).experimental) == experimental
+    rank = {"rank": 0, "host_id": "h"}
+    found = Facts(told, {}, [rank]).capabilities(readable=False, probes=False)
+    assert list(found.experimental) == experimental
+    for transport in (TRANSPORT_TORCH_NCCL, TRANSPORT_CUDA_IPC):
+        assert (transport in found.transports) is bool(experimental)
+    assert TRANSPORT_CUDA_IPC not in Facts(told, {}).capabilities(readable=False, probes=False).transports
 
 
 @pytest.mark.parametrize(

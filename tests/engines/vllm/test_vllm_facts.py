@@ -16,14 +16,16 @@ from rlctl.v1 import common_pb2 as common
 
 
 @pytest.mark.parametrize(
-    ("device", "experimental"), [("cpu", []), ("", []), ("cuda", ["device.cuda", "transport.torch_nccl"])]
+    ("device", "experimental"),
+    [("cpu", []), ("", []), ("cuda", ["device.cuda", "transport.torch_nccl", "transport.cuda_ipc"])],
 )
 def test_what_has_never_run_on_a_gpu_is_called_experimental(device: str, experimental: list[str]) -> None:
     config: dict[str, Any] = {"device_config": {"device_type": device}}
     rank = {"rank": 0, "digest": "d", "device": device, "host_id": "h", "store": ["localhost", 1]}
     found = Facts("0.1", config, "", [rank], {}).capabilities(readable=True, probes=True)
     assert list(found.experimental) == experimental
-    assert (common.TRANSPORT_TORCH_NCCL in found.transports) is (device == "cuda")
+    for transport in (common.TRANSPORT_TORCH_NCCL, common.TRANSPORT_CUDA_IPC):
+        assert (transport in found.transports) is (device == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -161,3 +163,9 @@ class Configured:
     async def ask(self, path: str, **_: Any) -> dict[str, Any]:
         routes = {route: {} for routes in [*_ROUTES.values(), _LORA] for route in routes}
         return {"vllm_config": self.config, "paths": routes, "version": "0.32.0", "weight_version": ""}
+
+
+@pytest.mark.parametrize(("ranks", "said"), [((), "absent"), (({"rlctl": "1.2"}, {"rlctl": "1.2"}), "1.2")])
+def test_the_extension_in_the_workers_and_its_version_are_told(ranks: tuple[dict[str, str], ...], said: str) -> None:
+    info = Facts("0.32", {}, "", ranks, {}).server_info("vllm", "", 1, 0.0)
+    assert (info.settings["rlctl_in_ranks"], info.arguments["rlctl_in_ranks"]) == (said, said)
