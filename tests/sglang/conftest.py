@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,20 @@ from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.sdk.blocking import Fleet
 
 
+@pytest.fixture(scope="session")
+def spawning() -> dict[str, str]:
+    """The environment of a server that starts its processes with interpreters, as SGLang does by itself.
+
+    A process that has used CUDA cannot be forked.
+    """
+    return {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+
 @pytest.fixture(scope="session", autouse=True)
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The Python that SGLang is installed for. Its servers know one model's architecture."""
+def sglang(spawning: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The Python that SGLang is installed for. Its servers know one model's architecture. By default they fork their
+    processes.
+    """
     try:
         python = interpreter(Options())
     except RlctlError as error:

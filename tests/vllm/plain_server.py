@@ -1,10 +1,10 @@
-"""A vLLM on a port, without rlctl's extension, as somebody else would start it."""
+"""A vLLM on a port, as its user would start it: with rlctl's extension, or without."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlctl_servers.options import Options
@@ -15,11 +15,11 @@ from rlctl.engine import EngineConfig
 from rlctl.runtime.event_loops import LoopThread
 
 
-class Plain(VLLMProcess):
-    """A server on a port, and without the extension."""
+class OnPort(VLLMProcess):
+    """A server on a port, with the extension."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, Options())
+    def __init__(self, config: EngineConfig, arguments: Mapping[str, str] | None = None) -> None:
+        super().__init__(config, Options(arguments=dict(arguments or {})))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -27,20 +27,34 @@ class Plain(VLLMProcess):
 
     def command(self) -> Sequence[str]:
         """Its command line, with a port in place of the socket."""
-        words = list(super().command())
-        for name in ("--uds", "--worker-extension-cls"):
-            at = words.index(name)
-            del words[at : at + 2]
+        words = _without(super().command(), "--uds")
         return [*words, "--port", str(self._port), "--host", "127.0.0.1"]
 
 
+class Plain(OnPort):
+    """A server on a port, and without the extension."""
+
+    def command(self) -> Sequence[str]:
+        """Its command line."""
+        return _without(super().command(), "--worker-extension-cls")
+
+
+def _without(words: Sequence[str], name: str) -> list[str]:
+    at = words.index(name)
+    return [*words[:at], *words[at + 2 :]]
+
+
+def plain_server(checkpoint: Path) -> contextlib.AbstractContextManager[str]:
+    """The URL of a server without the extension."""
+    return serving(Plain(EngineConfig(str(checkpoint), dtype="float32")))
+
+
 @contextlib.contextmanager
-def plain_server(checkpoint: Path) -> Iterator[str]:
+def serving(process: OnPort) -> Iterator[str]:
     """The URL of one that runs."""
-    loop = LoopThread("plain")
-    process = Plain(EngineConfig(str(checkpoint), dtype="float32"))
+    loop = LoopThread("on a port")
     try:
-        loop.submit(process.start(lambda error: None)).result(300)
+        loop.submit(process.start(lambda error: None)).result(400)
         yield process.http.url
     finally:
         loop.submit(process.stop()).result(60)
