@@ -1,10 +1,11 @@
 """A plug-in of vLLM for ranks that fail.
 
-A rank acknowledges a tensor and does not load it, cannot read its disk, fails at the end of a pause, or computes with a
-stale weight.
+A rank acknowledges an update and does something else, cannot read its disk, fails at the end of a pause, or computes
+with a stale weight.
 
-The environment variable LOST names a file with the order: ``NAME@RANK`` for a tensor, ``disk@RANK``, ``pause@RANK``, or
-``stale-decode`` for decode steps of all ranks.
+The environment variable LOST names a file with the order: ``drop:NAME@RANK`` (a tensor is not loaded), ``stale:@RANK``
+(none is), ``swap:NAME,NAME@RANK`` (two tensors change places), ``flip:NAME@RANK`` (a bit of a tensor changes after the
+commit), ``disk@RANK``, ``pause@RANK``, or ``stale-decode`` for decode steps of all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 
 
 def register() -> None:
+    import torch
     from rlctl_servers.ranks import sabotage
     from rlctl_vllm.worker.model import VLLMModel
     from vllm.v1.worker.gpu_worker import Worker
 
-    load, reload, synchronize, stale_decode, lost = (
-        VLLMModel.load,
+    load, finalize = VLLMModel.load, VLLMModel.finalize_load
+    reload, synchronize, stale_decode, lost = (
         Worker.reload_weights,
         Worker.synchronize_device,
         sabotage.for_decode,
@@ -31,9 +33,26 @@ def register() -> None:
     def order() -> str:
         return lost.read_text() if lost.exists() else ""
 
+    def of(rank: int) -> tuple[str, list[str]]:
+        kind, _, rest = order().partition(":")
+        names, _, at = rest.rpartition("@")
+        return (kind, names.split(",")) if at == str(rank) else ("", [])
+
     def losing(self: Any, name: str, tensor: Any) -> None:
-        if order() != f"{name}@{self.rank}":
-            load(self, name, tensor)
+        kind, names = of(self.rank)
+        if kind == "stale" or (kind == "drop" and name in names):
+            return
+        if kind == "swap" and name in names:
+            name = names[1 - names.index(name)]
+        load(self, name, tensor)
+
+    def finishing(self: Any, hook: Any) -> None:
+        finalize(self, hook)
+        kind, names = of(self.rank)
+        if kind == "flip":
+            path, leaf, _ = self._layer_of(names[0])
+            held = self._module.get_submodule(path).get_parameter(leaf).detach()
+            held.view(torch.int32)[-1, -1] ^= 1
 
     def failing(self: Any, *arguments: Any, **options: Any) -> Any:
         if order() == f"disk@{self.rank}":
@@ -50,4 +69,5 @@ def register() -> None:
         stale_decode(module, lambda *args, **kwargs: order() == "stale-decode" and decodes(*args, **kwargs))
 
     Worker.synchronize_device = synchronizing
-    VLLMModel.load, Worker.reload_weights, sabotage.for_decode = losing, failing, for_decode  # type: ignore[method-assign]
+    VLLMModel.load, VLLMModel.finalize_load = losing, finishing  # type: ignore[method-assign]
+    Worker.reload_weights, sabotage.for_decode = failing, for_decode
