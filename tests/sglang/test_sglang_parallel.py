@@ -5,6 +5,10 @@ Other engines join for single tests, which heal them or are healed by them.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +191,48 @@ def test_it_heals_a_torch_engine_and_is_healed_by_it_with_weights_that_no_disk_h
             pair.heal(["pair"])
             check_healed(pair, "pair", second, ranks=2)
     generates_like(pair, second, result.version)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(800)  # the server starts twice
+def test_a_rank_that_is_killed_inside_a_load_ends_the_update_and_its_server_is_healed(
+    pair: Fleet, tiny: tuple[Any, Path]
+) -> None:
+    model = changed(tiny[0], seed=24)
+    before = pair.update_weights_from_disk(str(tiny[1]), version="before the kill").weight_version
+    (rank, _) = pair.call(v.GetServerInfoRequest()).stage_results[0].rank_results
+    incarnation = pair.status().stages[0].incarnation
+    killed: list[int] = []
+
+    def kill() -> None:
+        (scheduler,) = schedulers(rank.server_info.pid, "scheduler_TP1")
+        os.kill(scheduler, signal.SIGKILL)
+        killed.append(scheduler)
+
+    with (
+        pair.publisher("actor", trainer="kills", path="broadcast", bucket_bytes=16 << 10) as publisher,
+        pytest.raises(OperationFailed) as failed,
+    ):
+        publisher.update(Interrupted(model, kill), version="never", retries=0, deadline_s=120)
+    assert killed
+    (stage,) = failed.value.operation.stage_results
+    assert stage.outcome in (common.OUTCOME_UNKNOWN, common.OUTCOME_DIRTY)
+    assert stage.error.reason in (Reason.ENGINE_FAILED.name, Reason.UNREACHABLE.name, Reason.GROUP_FAILED.name)
+    with contextlib.closing(pair.watch()) as events:
+        for event in events:
+            (now,) = event.fleet.stages
+            if now.incarnation > incarnation and now.routable:
+                break
+    assert now.report.weight_version == before
+    generates_like(pair, tiny[0], before)
+
+
+def schedulers(server: int, name: str) -> Iterator[int]:
+    """The processes of a server with this in their titles."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == os.getpgid(server) and name in (process / "cmdline").read_text():
+                yield int(process.name)
 
 
 @pytest.mark.long
