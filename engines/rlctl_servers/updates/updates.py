@@ -359,12 +359,16 @@ class Updates:
         await self._pause.begin(call)
         try:
             await self.marking.mark(call)
-            return await ranks.each("CommitUpdate", request, WeightsReport, call)
+            reports = await ranks.each("CommitUpdate", request, WeightsReport, call)
         except RlctlError as error:
             update.dirty |= error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN)
             if not update.dirty:
                 await self._pause.end(call, error)
+            elif error.outcome == OUTCOME_REJECTED:
+                error.outcome = OUTCOME_DIRTY
             raise
+        update.dirty = True  # until the weights have the label of their version
+        return reports
 
     async def _drop_copies(self, call: Call) -> RlctlError | None:
         """Let the ranks drop their shadow copies. Return the failure, or None."""

@@ -301,6 +301,43 @@ async def test_a_swap_that_may_have_changed_something_leaves_weights_of_no_versi
     assert (updates.whole, server.label) == ((True, "at its start") if rejected else (False, WRITING))
 
 
+async def test_swapped_weights_that_did_not_get_their_label_are_of_no_version(
+    updates: Updates, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out = server.must
+
+    async def refuse(path: str, body: dict[str, Any], **options: Any) -> None:
+        if body["new_version"] == "new@2":
+            raise Reason.ENGINE_FAILED.error("no", outcome=options["outcome"])
+        await carry_out(path, body)
+
+    await updates.prepare(STAGED, CALL)
+    await write(updates)
+    monkeypatch.setattr(server, "must", refuse)
+    for _ in range(2):  # the ranks have swapped, and refuse a further commit
+        with pytest.raises(RlctlError) as failed:
+            await updates.commit(v.CommitUpdateRequest(), "new@2", CALL)
+        assert failed.value.outcome == OUTCOME_DIRTY
+        monkeypatch.setattr(server, "each", _refuse_commits(server.each))
+    assert server.pauses == ["begin", "begin"], "the server computes nothing with these weights"
+    await updates.abort(CALL)
+    assert (updates.whole, server.label) == (False, WRITING)
+    await updates.prepare(v.PrepareUpdateRequest(), CALL)
+    await fail_to_write(updates, server)
+    await updates.abort(CALL)
+    assert (updates.whole, server.label) == (False, WRITING), "an update that wrote nothing does not repair them"
+
+
+def _refuse_commits(carry_out: Any) -> Any:
+    async def each(verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+        if verb == "CommitUpdate":
+            raise Reason.UPDATE_NOT_FOUND.error("update u is not open at this rank")
+        result: list[Any] = await carry_out(verb, request, reply, call)
+        return result
+
+    return each
+
+
 async def test_a_checkpoint_of_a_staged_update_is_the_server_s_at_the_commit(
     updates: Updates, server: Server, tiny: tuple[Any, Path]
 ) -> None:
