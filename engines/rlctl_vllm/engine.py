@@ -317,8 +317,12 @@ class VLLMEngine(ServerEngine):
     async def _commit(
         self, request: verbs_pb2.CommitUpdateRequest, label: str, call: Call
     ) -> list[RankResult] | verbs_pb2.WeightsReport:
-        report = await self._updates.commit(request, label, call)
-        self._stamps.label = label
+        was_open = self._updates.open
+        try:
+            report = await self._updates.commit(request, label, call)
+        finally:
+            if was_open and not self._updates.open:
+                self._stamps.label = label  # vLLM has the label, even if its pause could not be ended
         if self._state.paused == PAUSE_MODE_RETRACT:
             self._stamps.flushed()  # the retract emptied the cache, and nothing was computed since
         return report

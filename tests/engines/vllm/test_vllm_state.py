@@ -9,7 +9,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from rlctl_servers.updates.checkpoints import Checkpoints
 from rlctl_servers.updates.updates import Updates
+from rlctl_servers.updates.version_labels import WRITING, Stamps
 from rlctl_vllm.engine import VLLMEngine
 from rlctl_vllm.options import parse_options
 from rlctl_vllm.server import memory
@@ -30,8 +32,14 @@ from rlctl.v1.common_pb2 import (
     PAUSE_MODE_UNSPECIFIED,
     Outcome,
     PauseMode,
+    WorkerCoordinates,
 )
-from rlctl.v1.verbs_pb2 import ContinueGenerationRequest, PrepareUpdateRequest
+from rlctl.v1.verbs_pb2 import (
+    CommitUpdateRequest,
+    ContinueGenerationRequest,
+    PrepareUpdateRequest,
+    UpdateWeightsFromDistributedRequest,
+)
 
 
 def test_it_is_installed_and_brings_its_ranks() -> None:
@@ -221,6 +229,43 @@ async def test_a_continue_ends_a_pause_of_the_plug_in_s_own(tiny: tuple[Any, Pat
     await engine.continue_generation(ContinueGenerationRequest(), Call("c", math.inf))
     assert sent == ["/resume"]
     assert not engine._state.stopped
+
+
+async def test_the_label_of_a_commit_is_known_even_if_the_pause_could_not_be_ended(tiny: tuple[Any, Path]) -> None:
+    """Otherwise a later update that writes nothing would give vLLM its former label back, for other weights."""
+    labels: list[str] = []
+
+    class Server:
+        async def must(self, path: str, body: dict[str, Any], **_: Any) -> None:
+            assert path == "/update_weight_version"
+            labels.append(body["new_version"])
+
+        async def each(self, verb: str, request: Any, reply: Any, call: Call) -> list[Any]:
+            return [reply()]
+
+        async def begin(self, call: Call) -> None: ...
+
+        async def end(self, call: Call, cause: RlctlError | None = None) -> None:
+            if labels == [WRITING, "new@2"]:
+                raise Reason.UNREACHABLE.error("it is gone")
+
+    engine: Any = VLLMEngine(EngineConfig(str(tiny[1])), lambda _: None)
+    server: Any = Server()
+    engine._stamps = Stamps("old@1")
+    ranks, checkpoints = [WorkerCoordinates()], Checkpoints("vLLM", str(tiny[1]), ())
+    engine._updates = updates = Updates(
+        "vLLM", server, checkpoints, server, ranks, server, label=lambda: str(engine._stamps.label)
+    )
+    call = Call("c", math.inf, update_id="u")
+    await updates.prepare(PrepareUpdateRequest(), call)
+    await updates.from_distributed(UpdateWeightsFromDistributedRequest(), call)
+    with pytest.raises(RlctlError) as failed:
+        await engine._commit(CommitUpdateRequest(), "new@2", call)
+    assert failed.value.outcome == OUTCOME_UNKNOWN
+    await updates.prepare(PrepareUpdateRequest(), call)
+    await updates.marking.mark(call)
+    await updates.abort(call)
+    assert labels == [WRITING, "new@2", WRITING, "new@2"]
 
 
 @pytest.mark.parametrize(
