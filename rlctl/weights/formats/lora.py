@@ -154,15 +154,23 @@ def expected(
 def open_adapter(path: str, *, field: str = "path") -> tuple[AdapterConfig, Checkpoint]:
     """Open an adapter's directory and check everything but its tensors' names; no tensor is read.
 
-    Raises CHECKPOINT_NOT_FOUND, CHECKPOINT_MISMATCH (the directory holds further safetensors files), and as
-    :func:`from_peft`.
+    Raises CHECKPOINT_NOT_FOUND (also if the adapter is replaced meanwhile), CHECKPOINT_MISMATCH (the directory holds
+    further safetensors files), and as :func:`from_peft`.
     """
-    config = from_peft(read_config(path, field=field, name=CONFIG), field=field)
+    settings = read_config(path, field=field, name=CONFIG)
+    config = from_peft(settings, field=field)
     files = open_files(path, field=field, stem=STEM)
     stored = Checkpoint(path, {}, files, field=field, stem=STEM)
-    if [file.path.name for file in files] != [TENSORS]:
+    try:
+        if [file.path.name for file in files] != [TENSORS]:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"{path}: an adapter is one file, {TENSORS}, not several", field=field
+            )
+        if read_config(path, field=field, name=CONFIG) != settings:
+            raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} was changed while it was read", field=field)
+    except RlctlError:
         stored.close()
-        raise Reason.CHECKPOINT_MISMATCH.error(f"{path}: an adapter is one file, {TENSORS}, not several", field=field)
+        raise
     return config, stored
 
 

@@ -97,6 +97,31 @@ def test_a_directory(tmp_path: Path) -> None:
     assert caught.value.reason is Reason.CHECKPOINT_NOT_FOUND
 
 
+def test_an_adapter_that_is_replaced_between_its_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new matrices with the scale of the old ones would compute other values than either version."""
+    (tmp_path / "new").mkdir()
+    for directory, alpha in ((tmp_path, 8), (tmp_path / "new", 16)):
+        (directory / lora.CONFIG).write_text(json.dumps({**PLAIN, "lora_alpha": alpha}))
+        save_file({name: torch.full((4, 4), alpha) for name in lora.names_of(MODULES[0])}, directory / lora.TENSORS)
+    opens = lora.open_files
+
+    def late(path: str, **options: Any) -> Any:
+        for name in (lora.CONFIG, lora.TENSORS):
+            (tmp_path / "new" / name).replace(tmp_path / name)
+        return opens(path, **options)
+
+    monkeypatch.setattr(lora, "open_files", late)
+    with pytest.raises(RlctlError, match="was changed while it was read") as caught:
+        lora.open_adapter(str(tmp_path))
+    assert (caught.value.reason, caught.value.field) == (Reason.CHECKPOINT_NOT_FOUND, "path")
+    monkeypatch.setattr(lora, "open_files", opens)
+    config, stored = lora.open_adapter(str(tmp_path))
+    assert config.lora_alpha == 16
+    stored.close()
+
+
 @pytest.mark.parametrize("further", ["model.safetensors", "model.safetensors.index.json", "more.safetensors"])
 def test_a_directory_with_further_safetensors_files_is_a_mismatch(tmp_path: Path, further: str) -> None:
     (tmp_path / lora.CONFIG).write_text(json.dumps(PLAIN))
