@@ -14,6 +14,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import MEMORY_TAG_WEIGHTS, OUTCOME_REJECTED
 from rlctl.v1.verbs_pb2 import (
     APPLY_MODE_STAGED,
+    AdapterConfig,
     AdapterList,
     LoadAdapterRequest,
     PrepareUpdateRequest,
@@ -114,6 +115,7 @@ class LoadAdapter(InUpdate):
     def __init__(self, rank: Rank, request: LoadAdapterRequest, update_id: str) -> None:
         super().__init__(rank, update_id)
         self._request = request
+        self._config = AdapterConfig()
 
     def run(self) -> AdapterList | Later:
         """Check the files on all ranks, then read the files during generation.
@@ -130,6 +132,7 @@ class LoadAdapter(InUpdate):
         started = time.perf_counter()
         try:
             update.council.agree(lambda: opened.append(self._stage(update)))
+            self._refuse_other_configs(update)
             assert update.adapter is not None
             shards = update.adapter.shards
             update.council.agree(lambda: update.receiver.wrote(shards.load(opened[0])))
@@ -159,7 +162,23 @@ class LoadAdapter(InUpdate):
         except RlctlError:
             stored.close()
             raise
+        self._config = config
         return stored
+
+    def _refuse_other_configs(self, update: OpenUpdate) -> None:
+        """Raise CHECKPOINT_MISMATCH, at every rank, if the ranks have read different configs.
+
+        The digest of an adapter covers its tensors only, and each rank scales by the config that it has read.
+        """
+        with update.council.exchanging() as exchange:
+            configs = exchange.all_gather_bytes(self._config.SerializeToString(deterministic=True))
+        ranks = [rank for rank, config in enumerate(configs) if config != configs[0]]
+        if ranks:
+            raise Reason.CHECKPOINT_MISMATCH.error(
+                f"rank {ranks[0]} has read another {lora.CONFIG} than rank 0 in {self._request.path}",
+                field="path",
+                next_step="Make the adapter's files equal on all hosts of the stage, and load it again.",
+            )
 
 
 class Unload(Action):

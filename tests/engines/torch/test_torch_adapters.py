@@ -195,6 +195,28 @@ async def test_ranks_check_alike_while_one_of_them_opens_the_files(
     assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
 
 
+async def test_ranks_that_read_different_configs_refuse_the_adapter(
+    stage: Stage, math: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host has an older copy, or the config is replaced while the ranks open it."""
+    older = make_adapter(tmp_path / "older", stage.config.model_path, seed=1, alpha=4)
+    opens = lora.open_adapter
+    await stage(opening("math"), update="u5")
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "open_adapter", lambda _, **options: opens(older, **options))  # at rank 0
+        request = LoadAdapterRequest(name="math", path=math[0], version="one")
+        if stage.config.tp_size == 1:
+            await stage(request, update="u5")
+            return
+        error = await all_refuse(stage, request, update="u5")
+    assert (error.reason, error.field) == (Reason.CHECKPOINT_MISMATCH, "path")
+    assert "rank 1" in error.message
+    assert (await all_refuse(stage, SealUpdateRequest(), update="u5")).reason is Reason.WEIGHTS_INCOMPLETE
+    await stage(LoadAdapterRequest(name="math", path=math[0], version="one"), update="u5")
+    await stage(CommitUpdateRequest(), update="u5")
+    assert await stage.tokens(PROMPT, COUNT, adapter="math") == greedy(math[1], PROMPT, COUNT)
+
+
 async def test_what_is_replaced_under_requests_is_computed_anew(stage: Stage, math: Made, other: Made) -> None:
     await load_adapter(stage, "math", math[0])
     stream = stage.stream(PROMPT, adapter="math", temperature=0, ignore_eos=True, max_new_tokens=LONG)
