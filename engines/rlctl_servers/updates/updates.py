@@ -154,7 +154,8 @@ class Updates:
     @property
     def whole(self) -> bool:
         """Return whether the weights are those of a version, neither half-written nor a mixture."""
-        return not self.in_place and not self.marking.spoilt
+        half_swapped = self._update is not None and self._update.dirty
+        return not (self.in_place or half_swapped or self.marking.spoilt)
 
     def refuse(self, request: PrepareUpdateRequest, call: Call) -> None:
         """Raise if this update cannot be opened now, whether or not requests run."""

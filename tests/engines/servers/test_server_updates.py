@@ -296,8 +296,9 @@ async def test_a_swap_that_may_have_changed_something_leaves_weights_of_no_versi
     with pytest.raises(RlctlError) as failed:
         await updates.commit(v.CommitUpdateRequest(), "new@2", CALL)
     assert failed.value.outcome == outcome
-    await updates.abort(CALL)
     rejected = outcome == OUTCOME_REJECTED
+    assert updates.whole == rejected, "a drain would let frozen requests go on with them"
+    await updates.abort(CALL)
     assert (updates.whole, server.label) == ((True, "at its start") if rejected else (False, WRITING))
 
 
