@@ -427,6 +427,7 @@ class Rank:
         if self._loading is not None:
             self._loading.abandon()
             self._loading = None
+            self._receiver.finish()
         if self._staged is not None:
             self._staged.abandon()
             self._staged = None

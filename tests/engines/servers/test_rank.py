@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from rlctl_servers.ranks.model import MemoryMap, Places, RankModel
 from rlctl_servers.ranks.rank import Rank
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.verbs import VERBS
 from rlctl.v1 import verbs_pb2 as v
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED
+from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
 from rlctl.weights.shards.shard_map import Shard, ShardMap
+from rlctl.weights.tensor.buckets import pack, plan, to_proto
 from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.tensors import TensorMeta
 
@@ -176,3 +180,40 @@ def test_a_commit_without_every_tensor_names_the_missing_ones(rank: Rank) -> Non
     error = refused(lambda: tell(rank, "CommitUpdate", v.CommitUpdateRequest()))
     assert (error.reason, error.outcome) == (Reason.WEIGHTS_INCOMPLETE, OUTCOME_REJECTED)
     assert error.metadata["missing"] == "a\nb"
+
+
+@pytest.fixture
+def source(rank: Rank) -> Iterator[WeightGroup]:
+    """The source of a group "g" with the rank."""
+    store = GroupStore()
+    request = v.InitWeightsUpdateGroupRequest(
+        master_address="127.0.0.1", master_port=store.port, group_name="g", world_size=2, rank_offset=1, backend="gloo"
+    )
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(join, store, name="g", rank=0, world_size=2, timeout_s=10)
+        tell(rank, "InitWeightsUpdateGroup", request)
+        group = joining.result()
+    yield group
+    group.close()
+    store.close()
+
+
+def receive(rank: Rank, source: WeightGroup, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let the rank receive tensors in a packed bucket, which does not go into place directly."""
+    (bucket,) = plan([TensorMeta.of(name, tensor) for name, tensor in tensors.items()])
+    request = v.UpdateWeightsFromDistributedRequest(group_name="g", buckets=[to_proto(bucket)])
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(source.broadcast, pack(bucket, tensors))
+        tell(rank, "UpdateWeightsFromDistributed", request)
+        sending.result()
+
+
+@pytest.mark.parametrize("end", ["AbortUpdate", "CommitUpdate"])
+def test_an_update_that_ends_keeps_no_memory_for_its_buckets(
+    rank: Rank, toy: Toy, source: WeightGroup, end: str
+) -> None:
+    tell(rank, "PrepareUpdate", v.PrepareUpdateRequest())
+    receive(rank, source, {name: torch.zeros_like(tensor) for name, tensor in toy.memory.items()})
+    assert rank._receiver._buffer is not None
+    tell(rank, end, VERBS[end].request())
+    assert rank._receiver._buffer is None
