@@ -42,7 +42,9 @@ def receive(
 
 
 def check_complete(receiver: Receiver, *, may_be_nothing: bool) -> None:
-    """Raise WEIGHTS_INCOMPLETE unless the update has written all tensors that it must write."""
+    """Raise WEIGHTS_INCOMPLETE or GROUP_FAILED unless the update has written all tensors that it must write."""
+    if receiver.at_risk:
+        raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the tensors")
     missing = receiver.incomplete()
     if missing:
         raise not_written(missing)

@@ -111,8 +111,6 @@ class StagedUpdate:
         if self._sealed:
             return self._report
         with self._filling():
-            if self._receiver.at_risk:
-                raise Reason.GROUP_FAILED.error("a broadcast that was given up may still write into the shadow copy")
             check_complete(self._receiver, may_be_nothing=self._request.kind == v.UPDATE_KIND_DELTA)
             self._report.received_digest = self._receiver.received_digest
             self._receiver.finish()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rlctl_servers.ranks.rank import Rank
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.verbs import VERBS
 from rlctl.v1 import verbs_pb2 as v
-from rlctl.v1.common_pb2 import OUTCOME_REJECTED
+from rlctl.v1.common_pb2 import OUTCOME_DIRTY, OUTCOME_REJECTED
 from rlctl.weights.group.process_group import GroupStore, WeightGroup, join
 from rlctl.weights.shards.shard_map import Shard, ShardMap
 from rlctl.weights.tensor.buckets import pack, plan, to_proto
@@ -217,3 +218,15 @@ def test_an_update_that_ends_keeps_no_memory_for_its_buckets(
     assert rank._receiver._buffer is not None
     tell(rank, end, VERBS[end].request())
     assert rank._receiver._buffer is None
+
+
+def test_weights_that_a_given_up_broadcast_may_still_change_are_not_committed(
+    rank: Rank, toy: Toy, source: WeightGroup
+) -> None:
+    tell(rank, "PrepareUpdate", v.PrepareUpdateRequest())
+    receive(rank, source, {name: torch.zeros_like(tensor) for name, tensor in toy.memory.items()})
+    rank._receiver._late = late = Mock(under_way=True)  # an earlier broadcast of the same update, to the same memory
+    error = refused(lambda: tell(rank, "CommitUpdate", v.CommitUpdateRequest()))
+    assert (error.reason, error.outcome) == (Reason.GROUP_FAILED, OUTCOME_DIRTY)
+    late.under_way = False
+    tell(rank, "CommitUpdate", v.CommitUpdateRequest())
