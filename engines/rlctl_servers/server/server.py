@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl_servers.options import address
+from rlctl_servers.server.claim import Claim
 from rlctl_servers.server.http import Answer, Http
 from rlctl_servers.server.process import ServerProcess
 
@@ -59,6 +60,7 @@ class Server(abc.ABC):
         self._process = process
         self._on_end = on_end
         self._watch: asyncio.Task[None] | None = None
+        self._claim: Claim | None = None
 
     @abc.abstractmethod
     async def refuse_unready(self) -> None:
@@ -77,18 +79,25 @@ class Server(abc.ABC):
         return self._process.log_lines() if self._process else []
 
     async def start(self) -> None:
-        """Launch the server, or check that an attached server is reachable and generating."""
+        """Launch the server, or claim a running server and check that it is reachable and generating.
+
+        Raises OPERATION_CONFLICT for a server with another stage server.
+        """
         if self._process is not None:
             await self._process.start(self._on_end)
         else:
+            self._claim = Claim(self.http.product, self.http.url)
             try:
                 await self.refuse_unready()
             except TimeoutError:
+                self._claim.release()
                 raise Reason.UNREACHABLE.error(
                     f"{self.http.product} at {self.http.url} does not answer", field="options.url"
                 ) from None
-            except RlctlError as error:
-                error.field = error.field or "options.url"
+            except BaseException as error:
+                self._claim.release()
+                if isinstance(error, RlctlError):
+                    error.field = error.field or "options.url"
                 raise
         self._watch = asyncio.create_task(self._look())
 
@@ -101,6 +110,8 @@ class Server(abc.ABC):
             await self._process.stop()
         else:
             await self.http.close()
+        if self._claim is not None:
+            self._claim.release()
 
     def kill(self) -> None:
         if self._process is not None:
