@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.spec import EngineSpec, Reservation
 from rlctl.launch.ray.actor import BundleActor
-from rlctl.launch.ray.placement_groups import PLACE_S, Placement, Places, need
+from rlctl.launch.ray.bounded_calls import CALL_S, bounded
+from rlctl.launch.ray.placement_groups import PLACE_S, Placement, Places, need, nodes
 
 LOOK_S = 0.1
 TAKEN_S = 10.0
@@ -107,7 +108,7 @@ class GivenGroup(Places):
         try:
             if any(not ray.wait([gpus], timeout=0)[0] for _, _, gpus in holders):
                 return self._wait(placement, self._late(placement), PLACE_S)
-            placement.gpus = {bundle: ray.get(gpus) for bundle, _, gpus in holders}
+            placement.gpus = {bundle: ray.get(gpus, timeout=CALL_S) for bundle, _, gpus in holders}
         except ray.exceptions.RayError:
             raise self._late(placement) from None
         placement.ready = True
@@ -144,7 +145,7 @@ class GivenGroup(Places):
 
     def _group(self) -> _Group:
         """Return the group. Raises FIELD_INVALID for no group or two, PLACE_UNAVAILABLE for a removed group."""
-        table: Mapping[str, Mapping[str, Any]] = placement_group_table()
+        table: Mapping[str, Mapping[str, Any]] = bounded(f"placement group {self._named!r}", placement_group_table)
         matching = {id_: about for id_, about in table.items() if self._named in (id_, about["name"])}
         existing = {id_: about for id_, about in matching.items() if about["state"] != REMOVED}
         if len(existing) == 1:
@@ -168,7 +169,7 @@ class GivenGroup(Places):
     def _order(self, group: _Group) -> Sequence[int]:
         """Return the bundles in the order of the plan's places. Raises FIELD_INVALID."""
         if not self._given:
-            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes()}
             by_node = sorted(group.bundles, key=lambda bundle: (_number(addresses[group.nodes[bundle]]), bundle))
             # A bundle keeps the place when it moves to a different node, since the other bundles are in use.
             return self._by_node.setdefault(group.id, by_node)
@@ -215,7 +216,7 @@ class GivenGroup(Places):
 
     def _taken(self, placement: Placement, group: _Group, bundles: Sequence[int]) -> RlctlError | None:
         """Return the error for bundles whose resources are taken by a different program, or None."""
-        free: Mapping[str, float] = ray.available_resources()
+        free: Mapping[str, float] = bounded("the free resources of the bundles", ray.available_resources)
         spec = placement.spec
         for bundle in bundles:
             for name, amount in need(spec.device, 1, spec.cpus_per_rank).items():

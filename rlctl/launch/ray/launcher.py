@@ -40,8 +40,9 @@ except ImportError:
     ) from None
 
 from rlctl.launch.ray.actor import Server, ServerActor
+from rlctl.launch.ray.bounded_calls import CALL_S
 from rlctl.launch.ray.given_placement_group import GivenGroup
-from rlctl.launch.ray.placement_groups import Placement, Places
+from rlctl.launch.ray.placement_groups import Placement, Places, nodes
 
 CONNECT_S = 5.0
 KILLED_S = 2.0
@@ -148,9 +149,9 @@ class RayProcess:
             waiting = [self._ended] if self.facts else [self._ended, self._announced]
             done, _ = ray.wait(waiting, timeout=timeout_s)
             if self._announced in done and not self.facts:
-                self.facts = ray.get(self._announced)
+                self.facts = ray.get(self._announced, timeout=CALL_S)
             if self._ended in done or ray.wait([self._ended], timeout=0)[0]:
-                code, detail = ray.get(self._ended)
+                code, detail = ray.get(self._ended, timeout=CALL_S)
                 self._over(code, self._where(from_detail(ErrorDetail.FromString(detail))))
         except RlctlError as error:
             self._over(LOST, error)
@@ -309,13 +310,13 @@ def _connect(address: str) -> None:
 def _refuse_out_of_reach(listen: str) -> None:
     """Raise FIELD_INVALID if nodes of the cluster cannot reach a coordinator at ``listen``."""
     host = listen.rpartition(":")[0].strip("[]")
-    nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
-    remote_nodes = [address for address in nodes if not ipaddress.ip_address(address).is_loopback]
+    addresses = [str(node["NodeManagerAddress"]) for node in nodes() if node["Alive"]]
+    remote_nodes = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     local = listen.startswith("unix:") or host == "localhost" or host.startswith("127.") or host == "::1"
     if host in ("", "0.0.0.0", "::") or (local and remote_nodes):
         ray.shutdown()
         raise Reason.FIELD_INVALID.error(
-            f"the nodes of the cluster ({', '.join(sorted(nodes))}) cannot reach a coordinator at {listen}",
+            f"the nodes of the cluster ({', '.join(sorted(addresses))}) cannot reach a coordinator at {listen}",
             field="fleet.listen",
             next_step="Set --listen or fleet.listen to an address of this node that the other nodes reach.",
         )

@@ -8,11 +8,13 @@ engine, and the next start makes a new group. An engine of a lost node therefore
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,10 +22,15 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.launch.interface.spec import EngineSpec, Reservation
+from rlctl.launch.ray.bounded_calls import CALL_S, bounded
 from rlctl.launch.ray.node_choice import Node, choose, room, shortage
+
+log = logging.getLogger(__name__)
 
 PLACE_S = 30.0
 """Seconds to wait for room that is taken: resources just given back become free a moment later."""
+REMOVE_S = 3.0
+"""Seconds to wait for the removal of a group, which nothing depends on."""
 NODE_ID = "ray.io/node-id"
 """Label of every node in Ray."""
 
@@ -124,7 +131,7 @@ class Places:
 
     def _give_back(self, placement: Placement) -> None:
         if placement.group is not None:
-            remove_placement_group(placement.group)
+            _remove(placement.group, placement.spec.slot)
 
     def stands(self, placement: Placement) -> bool:
         """Take a step towards the group, and return whether it is usable. Raises PLACE_UNAVAILABLE without room."""
@@ -136,15 +143,15 @@ class Places:
             has_room = sum(node.holds(placement.need) > 0 for node in nodes) >= placement.parts
             chosen_nodes = choose(nodes, placement.need, placement.parts, placement.spec.model)
             if chosen_nodes is not None:
-                placement.nodes = chosen_nodes
-                placement.bundles = range(placement.parts)
-                placement.group = placement_group(
+                placement.group = _made(
+                    placement.spec.slot,
                     [placement.need] * placement.parts,
                     strategy="PACK" if placement.parts == 1 else "STRICT_SPREAD",
-                    name=f"rlctl {placement.spec.slot}",
                     bundle_label_selector=[{NODE_ID: node} for node in chosen_nodes],
                 )
-        if placement.group is not None and placement.group.wait(0):
+                placement.nodes = chosen_nodes
+                placement.bundles = range(placement.parts)
+        if placement.group is not None and _waited(placement.group, placement.spec.slot, 0):
             placement.ready = True
         elif not has_room or time.monotonic() - placement.since > PLACE_S:
             slot = placement.spec.slot
@@ -173,7 +180,7 @@ class Places:
 
     def _release(self, places: Iterable[Reservation]) -> None:
         for place in list(places):
-            remove_placement_group(self._reserved.pop(place))
+            _remove(self._reserved.pop(place), place.name)
 
     def _reserve(self, place: Reservation) -> None:
         """Reserve a place. Raises PLACE_UNAVAILABLE."""
@@ -181,11 +188,14 @@ class Places:
             return
         bundle = need(place.device, 1)
         if sum(node.holds(bundle) for node in self._nodes()) >= place.ranks:
-            group = placement_group([bundle] * place.ranks, strategy="PACK", name=f"rlctl {place.name}")
-            if group.wait(PLACE_S):
-                self._reserved[place] = group
-                return
-            remove_placement_group(group)
+            group = _made(place.name, [bundle] * place.ranks, strategy="PACK")
+            try:
+                if _waited(group, place.name, PLACE_S):
+                    self._reserved[place] = group
+                    return
+            finally:
+                if place not in self._reserved:
+                    _remove(group, place.name)
         raise Reason.PLACE_UNAVAILABLE.error(
             f"{place.name}: {place.ranks} of these are to be kept free, and {room(self._nodes(), bundle)}",
             field=place.name,
@@ -200,14 +210,16 @@ class Places:
     def address(self, node: str) -> str:
         """Return a node's address, for people."""
         return next(
-            (str(node_info["NodeManagerAddress"]) for node_info in ray.nodes() if node_info["NodeID"] == node), node
+            (str(node_info["NodeManagerAddress"]) for node_info in nodes() if node_info["NodeID"] == node), node
         )
 
     def _nodes(self) -> list[Node]:
         # ray.available_resources() sums over nodes; only this function reports each node.
         from ray._private.state import available_resources_per_node
 
-        free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+        free: Mapping[str, Mapping[str, float]] = bounded(
+            "the free resources of the nodes", available_resources_per_node
+        )
         reserved: dict[str, Counter[str]] = {}
         ranks: dict[str, Counter[str]] = {}
         for placement in self._placements.values():
@@ -215,11 +227,40 @@ class Places:
                 reserved.setdefault(node, Counter()).update(placement.need)
                 ranks.setdefault(node, Counter())[placement.spec.model] += placement.ranks
         for place, group in self._reserved.items():
-            for node in placement_group_table(group)["bundles_to_node_id"].values():
+            about = bounded(f"the placement group of {place.name}", partial(placement_group_table, group))
+            for node in about["bundles_to_node_id"].values():
                 reserved.setdefault(node, Counter()).update(need(place.device, 1))
         return [
             Node(id_, node_info["NodeManagerAddress"], node_info["Resources"], free.get(id_, {}),
                  reserved.get(id_, {}), ranks.get(id_, {}))
-            for node_info in ray.nodes()
+            for node_info in nodes()
             if node_info["Alive"] and (id_ := node_info["NodeID"])
         ]  # fmt: skip
+
+
+def nodes() -> Sequence[Mapping[str, Any]]:
+    """Return Ray's data of the nodes. Raises UNREACHABLE."""
+    return bounded("the nodes of the cluster", ray.nodes)
+
+
+def _made(name: str, bundles: Sequence[dict[str, float]], **settings: Any) -> Any:
+    """Make a placement group. Raises UNREACHABLE; a group that is made later is removed."""
+    return bounded(
+        f"the placement group of {name}",
+        lambda: placement_group(bundles, name=f"rlctl {name}", **settings),
+        undo=lambda group: remove_placement_group(group),
+    )
+
+
+def _waited(group: Any, name: str, timeout_s: float) -> bool:
+    """Return whether a placement group has its room within the time. Raises UNREACHABLE."""
+    what = f"the room of the placement group of {name}"
+    return bounded(what, lambda: bool(group.wait(timeout_s)), limit_s=CALL_S + timeout_s)
+
+
+def _remove(group: Any, name: str) -> None:
+    """Remove a placement group. If the head does not answer, the group is removed once it does."""
+    try:
+        bounded(f"the end of the placement group of {name}", lambda: remove_placement_group(group), limit_s=REMOVE_S)
+    except RlctlError as error:
+        log.warning("%s", error)
