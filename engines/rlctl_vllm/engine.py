@@ -106,7 +106,13 @@ class VLLMEngine(ServerEngine):
         reader = passing.Reader(self._limits, served, self._checkpoint_paths, table)
         self._passing = Passing(self._server.http, reader, self._requests, self._stamps, table)
         self._adapters = Adapters(
-            self._control, self._checkpoints, self._requests, table, facts.lora, self._server.place
+            self._control,
+            self._checkpoints,
+            self._requests,
+            table,
+            facts.lora,
+            self._server.place,
+            lambda: self._state.stopped,
         )
         await self._take_over(self._start_call())
         self._readable = bool(digest)
@@ -214,10 +220,12 @@ class VLLMEngine(ServerEngine):
 
     async def stop(self) -> None:
         """End a launched server, and everything that waits for the server."""
-        busy = self._ready and self._failure is None and not self._server.launched and await self._has_requests()
+        attached, failed = not self._server.launched, self._failure is not None
+        gone = attached and failed and await self._server.is_gone()
+        busy = self._ready and attached and not gone and (failed or await self._has_requests())
         await super().stop()
         if self._ready:
-            self._adapters.close(busy=busy)
+            self._adapters.close(busy=busy, gone=gone)
 
     async def _has_requests(self) -> bool:
         """Return True also if vLLM does not say so in time."""

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl_servers.options import address
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0
 PROBE_S = 10.0
 UNREACHABLE_LOOKS = 3
+GONE_S = 1.0
 SILENT_S = 90.0
 """Seconds after which a server that accepts connections without an answer is no longer busy but wedged."""
 
@@ -116,6 +118,20 @@ class Server(abc.ABC):
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
+
+    async def is_gone(self) -> bool:
+        """Return whether no process listens at the address of an attached server any more."""
+        parts = urlsplit(self.http.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(GONE_S):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # also a timeout: the server may live
+            return False
+        writer.close()
+        return False
 
     async def _look(self) -> None:
         """Report that the server is gone, or that its front is silent."""

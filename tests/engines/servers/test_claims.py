@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -117,3 +118,10 @@ def test_a_claim_that_cannot_be_taken_refuses_nobody(tmp_path: Path, caplog: pyt
     Claim("vLLM", URL).release()
     assert "another stage server at vLLM at http://127.0.0.1:7 would not be noticed" in caplog.text
     assert path.is_symlink()
+
+
+async def test_a_server_is_gone_once_nothing_listens_at_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        attached = Ready(None, Http("vLLM", f"http://127.0.0.1:{listener.getsockname()[1]}"), lambda _: None)
+        assert not await attached.is_gone()
+    assert await attached.is_gone()
