@@ -259,6 +259,7 @@ def test_a_stage_that_is_drained_is_disabled_with_its_reason_and_idle(rlctl: Liv
         events.close()
         done = rlctl("drain", "a", "b", "--for", "a new disk", "-o", "name")
         assert (done.code, done.out) == (0, "a\nb\n")
+        assert "Nothing runs on a, b. `rlctl enable a b` lets them serve again." in done.err
         assert "a new disk" in rlctl("describe", "stage", "b").out
     assert rlctl("drain", "nope").code == 2
     assert rlctl("enable", "a", "b").code == 0

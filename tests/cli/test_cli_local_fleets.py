@@ -97,6 +97,16 @@ def test_a_repeated_command_names_the_fleet_that_was_found(cli: Cli) -> None:
     assert "--endpoint 127.0.0.1:1" in ran.error["retry"]
 
 
+def test_an_ended_coordinator_of_the_chosen_fleet_refers_to_its_supervisor(cli: Cli) -> None:
+    """`rlctl up` would be refused: the fleet is up."""
+    up("lab", "127.0.0.1:1")
+    ran = cli("status", "-o", "json")
+    assert (ran.code, ran.error["next_step"]) == (
+        5,
+        "`rlctl logs supervisor --name lab` shows whether the coordinator starts again.",
+    )
+
+
 def test_an_endpoint_that_is_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     up("lab", "127.0.0.1:7")
     settings = Settings()

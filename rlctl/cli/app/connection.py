@@ -19,13 +19,14 @@ from rlctl.runtime.terminal import time_limit
 from rlctl.traces.context import VARIABLE, received, valid
 
 if TYPE_CHECKING:
+    from rlctl.launch.supervisor.fleet_state import FleetState
     from rlctl.sdk.blocking import Fleet
 
 PROBE_S = 3.0
 CONNECT_S = 10.0
 
 NO_ANSWER = (
-    "If it is the coordinator, its process hangs or is stopped. `rlctl logs coordinator` shows its pid: continue it "
+    "If the coordinator's process hangs or is stopped: `rlctl logs coordinator` shows its pid; continue it "
     "(`kill -CONT PID`), or end it (`kill -9 PID`) and the supervisor starts it again."
 )
 """Next step for an endpoint that accepts connections and does not answer."""
@@ -45,7 +46,7 @@ def connected(settings: Settings) -> Iterator[Fleet]:
     endpoint = settings.endpoint
     if settings.mutating:
         settings.announce_fleet()
-    probe(endpoint, limit_s)
+    probe(endpoint, limit_s, settings.fleet_choice.found)
     from rlctl.sdk.blocking import connect
 
     received.set(valid(os.environ.get(VARIABLE)))
@@ -63,8 +64,11 @@ def connected(settings: Settings) -> Iterator[Fleet]:
         yield fleet
 
 
-def probe(endpoint: str, limit_s: float) -> None:
-    """Raise UNREACHABLE if the endpoint has no listener; gRPC would retry for the whole time limit."""
+def probe(endpoint: str, limit_s: float, fleet: FleetState | None = None) -> None:
+    """Raise UNREACHABLE if the endpoint has no listener; gRPC would retry for the whole time limit.
+
+    ``fleet``: this machine's fleet, if the endpoint is its coordinator's.
+    """
     try:
         if endpoint.startswith("unix:"):
             with socket.socket(socket.AF_UNIX) as probe:
@@ -76,7 +80,9 @@ def probe(endpoint: str, limit_s: float) -> None:
             raise _time_was_up(endpoint, limit_s) from None
         raise Reason.UNREACHABLE.error(
             f"no coordinator answers at {endpoint}: {error.strerror or error}",
-            next_step="`rlctl up` starts a fleet; --endpoint or RLCTL_ENDPOINT names another coordinator.",
+            next_step="`rlctl up` starts a fleet; --endpoint or RLCTL_ENDPOINT names another coordinator."
+            if fleet is None
+            else f"`rlctl logs supervisor --name {fleet.name}` shows whether the coordinator starts again.",
         ) from None
 
 

@@ -36,7 +36,9 @@ def drain(settings: Settings, slots: tuple[str, ...], reason: str, force: bool) 
         reasons.update(busy)
 
     def farewell() -> None:
-        click.echo(f"\nStopped waiting; {', '.join(slots)} stay disabled. `rlctl enable` ends that.", err=True)
+        click.echo(
+            f"\nStopped waiting; disabled: {', '.join(slots)}. `rlctl enable {' '.join(slots)}` ends that.", err=True
+        )
 
     with connected(settings) as fleet:
         if settings.dry_run:
@@ -49,4 +51,7 @@ def drain(settings: Settings, slots: tuple[str, ...], reason: str, force: bool) 
     if settings.dry_run:
         settings.say(f"Nothing was done; {', '.join(slots)} would be drained.")
     else:
-        settings.say(f"Nothing runs on {', '.join(slots)}. `rlctl enable` lets them serve again.")
+        pronoun = "it" if len(slots) == 1 else "them"
+        settings.say(
+            f"Nothing runs on {', '.join(slots)}. `rlctl enable {' '.join(slots)}` lets {pronoun} serve again."
+        )

@@ -126,13 +126,12 @@ class Process:
     def failure(self) -> RlctlError:
         """Return the error that says why the process ended, from the end of the log."""
         code, log_excerpt = self.returncode, self.last_log_line()
-        how = f"ended with {code}"
+        how, why = f"ended with {code}", f": {log_excerpt}"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}" if -code in {*signal.Signals} else how
             # Killed without time for an explanation: the last line is about something else.
-            log_excerpt = f"what it logged last was {log_excerpt!r}" if log_excerpt else ""
-        why = f": {log_excerpt}" if log_excerpt else ""
-        return Reason.ENGINE_FAILED.error(f"{self.name} {how}{why}", next_step=f"See {self.log}.")
+            why = f"; its last log line: {log_excerpt}"
+        return Reason.ENGINE_FAILED.error(f"{self.name} {how}{why * bool(log_excerpt)}", next_step=f"See {self.log}.")
 
     def terminate(self) -> None:
         self._popen.terminate()
