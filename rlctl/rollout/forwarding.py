@@ -55,6 +55,9 @@ class Forwarding(Running):
         attempt = self._dispatch.at_once(self._wanting(), self.deadline) or await self.wait(
             self._dispatch.attempt(self._wanting, self.deadline, self._timeout_s)
         )
+        if attempt is not None and self.stopped:  # at the moment that the stage was found
+            with attempt:
+                return None
         if attempt is not None and self._rid:
             self.running = attempt.line, self._rid
         return attempt

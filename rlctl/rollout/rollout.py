@@ -408,6 +408,8 @@ class AsyncRollout:
             if next_attempt is None:
                 return None
             with next_attempt as attempt:
+                if job.stopped:  # at the moment that the stage was found
+                    return None
                 tokens_before = progress.tokens
                 try:
                     request = progress.attempt(attempt.floor)

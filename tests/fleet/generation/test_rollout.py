@@ -589,6 +589,40 @@ async def test_a_sample_that_waits_for_a_stage_is_stopped_too(client: AsyncFleet
     assert (await rollout.complete(named("for a stage"))).finished, "its place and its name are free again"
 
 
+async def test_a_stop_at_the_moment_that_a_stage_is_found_is_not_lost(
+    client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, view = client.rollout("actor"), client._lines.view
+    await client.pause_generation()
+    await view.known()
+    await eventually(lambda: not any(stage.routable for stage in view.stages))
+    sampling = r.SamplingParams(max_new_tokens=10**6)
+    sample = begin(r.GenerateRequest(text="x", rid="sample", sampling_params=sampling))
+    going = asyncio.create_task(rollout.complete(sample))
+
+    async def forwarded() -> object:
+        with rollout.forwarding(rid="forwarded") as forwarding:
+            return await forwarding.attempt()
+
+    forwarding = asyncio.create_task(forwarded())
+    await eventually(lambda: [each._waiting is not None for each in rollout._named.values()] == [True, True])
+    take, stops = view._take, []
+
+    def take_and_stop(event: Any) -> None:
+        take(event)
+        if not stops and any(stage.routable for stage in view.stages):
+            stops.extend(each.stop() for each in rollout._named.values())
+
+    monkeypatch.setattr(view, "_take", take_and_stop)
+    await client.continue_generation()
+    async with asyncio.timeout(5):
+        assert (await going).finish == "abort"
+        assert await forwarding is None
+    assert stops == [None, None], "no stage had them"
+    assert rollout.placed == 0
+    assert running(fleet) == 0
+
+
 async def test_a_stop_that_overtakes_its_request_ends_it_too(
     client: AsyncFleet, fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
