@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from http_calls import events, post
 
+from rlctl.gateway.backend import tokenizers
 from rlctl.gateway.backend.tokenizers import LONG, Tokenizer
 from rlctl.testing.in_process_fleet import InProcessFleet
 
@@ -88,6 +89,27 @@ async def test_a_long_chat_keeps_nobody_waiting(http: aiohttp.ClientSession, mon
     going_on.set()
     status, reply = await long
     assert (status, reply["usage"]["prompt_tokens"]) == (200, LONG + 1), reply
+
+
+async def test_a_tokenizer_that_is_never_read_holds_no_request_for_ever(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory may be on a file system that does not answer."""
+    go_on = threading.Event()
+
+    def stuck(path: str) -> str:
+        go_on.wait(20)
+        return path
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", stuck)
+    try:
+        async with make_gateway(fleet, tokenizer="directory", timeout_s=0.2) as (_, http), asyncio.timeout(10):
+            for _ in range(2):
+                status, reply = await post(http, chat("1"), CHATS)
+                assert (status, reply["error"]["reason"]) == (504, "DEADLINE_EXCEEDED"), reply
+                assert "the tokenizer of actor was not read" in reply["error"]["message"]
+    finally:
+        go_on.set()
 
 
 async def test_a_chat_of_token_ids_is_not_rendered_and_returns_sglangs_meta_info(http: aiohttp.ClientSession) -> None:

@@ -90,7 +90,7 @@ class Generation:
     def __init__(self, fleet: AsyncFleet, settings: Settings | None = None) -> None:
         self.fleet = fleet
         self.settings = settings or Settings()
-        self.tokenizers = Tokenizers(fleet, self.settings.tokenizer)
+        self.tokenizers = Tokenizers(fleet, self.settings.tokenizer, self.settings.timeout_s)
         self.ports = DataPorts(fleet.connection.tls)
         self.inflight = self.inflight_bytes = 0
         self.any_model = False

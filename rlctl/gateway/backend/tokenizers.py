@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.rollout.requests import GENERATE_S
 from rlctl.runtime.shielding import shielded
 from rlctl.sdk.aio import AsyncFleet
 
@@ -89,23 +90,32 @@ class Tokenizer:
 
 
 class Tokenizers:
-    """Tokenizers of a fleet's models, by name. ``path`` is a common directory, instead of the checkpoints."""
+    """Tokenizers of a fleet's models, by name."""
 
-    def __init__(self, fleet: AsyncFleet, path: str = "") -> None:
+    def __init__(self, fleet: AsyncFleet, path: str = "", timeout_s: float = GENERATE_S) -> None:
+        """``path``: common directory, instead of the checkpoints. ``timeout_s``: longest wait of a request."""
         self._fleet = fleet
         self._path = path
+        self._timeout_s = timeout_s
         self._loaded: dict[str, Tokenizer] = {}
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
         """Loads under way, by model. A slow load delays requests for that model only."""
 
     async def of(self, model: str) -> Tokenizer:
-        """Return the tokenizer of a model. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED."""
+        """Return the tokenizer of a model. Raises CHECKPOINT_NOT_FOUND, UNSUPPORTED, DEADLINE_EXCEEDED."""
         if model in self._loaded:
             return self._loaded[model]
         if model not in self._loading:
             task = self._loading[model] = asyncio.create_task(self._load(model))
             task.add_done_callback(lambda _: self._loading.pop(model))
-        return await shielded(self._loading[model])  # other requests may wait for the same load
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await shielded(self._loading[model])  # other requests may wait for the same load
+        except TimeoutError:
+            raise Reason.DEADLINE_EXCEEDED.error(
+                f"the tokenizer of {model} was not read within {self._timeout_s:g} s",
+                next_step="Check the file system of its directory.",
+            ) from None
 
     async def _load(self, model: str) -> Tokenizer:
         path = await self.directory(model)
