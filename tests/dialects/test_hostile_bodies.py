@@ -104,7 +104,8 @@ async def test_no_body_finds_a_defect_in_what_generates(
         return {name: draw.choice(VALUES + 3 * TRUE_ENOUGH) for name in names if draw.random() < share}
 
     prompts = {"text": "x", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "token_ids": [1]}
-    async with open_gateway(fleet.server.address, "vllm") as http:
+    # A body without a limit of tokens has its answer when the time of a request is up.
+    async with open_gateway(fleet.server.address, "vllm", timeout_s=10.0) as http:
         for path in GENERATING:
             mixed = [
                 {**(prompts if draw.random() < 0.5 else {}), "sampling_params": some(PARAMETERS, 0.2)}
