@@ -1,4 +1,4 @@
-"""Processes that tests fork from one in which torch is imported: they are what a process of their own would be."""
+"""Processes that tests fork from one that has their imports: they are what a process of their own would be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from forking import INTERPRETERS, Forked, Nursery
+from forking import INTERPRETERS, SERVERS, TORCH, Forked, Nursery
 
 TELLS = """
 import json, os, sys
@@ -56,6 +56,20 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def test_torch_is_imported_for_the_first_process_that_needs_it(
+    nursery: Nursery, script: str, stderr: IO[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOUR", "green")
+    has_torch = []
+    for imported in (SERVERS, TORCH):
+        process = Forked(nursery, [script], stderr, os.environ, imported)
+        process.stdin.write(b"0\n")
+        assert process.wait(30) == 0
+        has_torch.append(json.loads(process.stdout.read())[2])
+        process.close()
+    assert has_torch == [False, True]
+
+
 def test_it_has_its_arguments_environment_streams_and_status(
     nursery: Nursery, script: str, stderr: IO[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,8 +100,13 @@ def test_it_is_killed_once_and_leaves_nothing_open(
     assert left[0] == left[1]
 
 
-def test_what_is_read_by_imports_needs_an_interpreter_of_its_own(nursery: Nursery, stderr: IO[bytes]) -> None:
-    command = [sys.executable, "-m", "rlctl", "stage", "--engine", "torch", "--device", "cpu", "--help"]
+@pytest.mark.parametrize(
+    "server", [("stage", "--engine", "torch", "--device", "cpu"), ("stage", "--engine", "fake"), ("coordinator",)]
+)
+def test_what_is_read_by_imports_needs_an_interpreter_of_its_own(
+    nursery: Nursery, stderr: IO[bytes], server: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-m", "rlctl", *server, "--help"]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr, "process_group": 0}
     same = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
     forked = nursery.popen(command, env=same | {"COLOUR": "red"}, **streams)
@@ -95,7 +114,7 @@ def test_what_is_read_by_imports_needs_an_interpreter_of_its_own(nursery: Nurser
     assert [isinstance(each, Forked) for each in (forked, started)] == [True, False]
     for process in (forked, started):
         assert process.wait(60) == 0
-        assert b"--engine" in process.stdout.read()
+        assert b"--listen" in process.stdout.read()
         process.stdin.close()
         process.stdout.close()
 
@@ -120,7 +139,7 @@ def test_one_that_cannot_fork_is_told_of(tmp_path: Path, script: str, stderr: IO
 def test_what_it_forked_ends_with_it(script: str, stderr: IO[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOUR", "green")
     nursery = Nursery()
-    process = nursery.script([script], stderr)
+    process = Forked(nursery, [script], stderr, os.environ, SERVERS)
     nursery.close()
     assert process.wait(30) == -signal.SIGKILL
     process.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forking import INTERPRETERS
 from scraping import scrape
 from up_helpers import EXAMPLE, WAIT_S, Load, known, own_state, rlctl_command, until, when
 
@@ -166,7 +167,10 @@ def metrics_targets() -> list[dict[str, Any]]:
     return json.loads((Path(known("fakes").directory) / FILE).read_text())
 
 
-def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(fleet_of_fakes: Callable[..., Path]) -> None:
+def test_what_ends_is_started_again_and_nothing_outlives_the_supervisor(
+    fleet_of_fakes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERPRETERS, "1")  # forked processes are no children of the supervisor
     up = rlctl_command("up", str(fleet_of_fakes()), "--detach", "-o", "json")
     assert up.returncode == 0, up.stderr
     first = json.loads(up.stdout)

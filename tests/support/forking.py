@@ -1,10 +1,14 @@
-"""Engines and trainers forked from a process that has imported torch and transformers.
+"""Servers and trainers forked from a process that has imported what they need.
 
-The imports take five seconds of a core, several times the cost of most tests with an engine, and the suites start
-hundreds of engines. A launcher therefore gets its ranks from here: separate processes with the usual arguments,
-environment, standard streams and process group. A launcher in another process (``rlctl up``, an actor of Ray) does so
-by :mod:`tests.support.launchers.sitecustomize`. A process that needs a different environment before its imports starts
+The imports of torch and transformers take five seconds of a core, several times the cost of most tests with an engine;
+those of a coordinator or a gateway take half a second. The suites start hundreds of each. A launcher therefore gets its
+processes from here: separate processes with the usual arguments, environment, standard streams and process group. A
+launcher in another process (``rlctl up``, an actor of Ray) does so by
+:mod:`tests.support.launchers.sitecustomize`. A process that needs a different environment before its imports starts
 with an interpreter, and so do all processes of a launcher under :data:`INTERPRETERS`.
+
+The forking process imports torch for the first rank or script that needs it. A rank on a GPU starts with an
+interpreter: a process that has used a GPU must not be forked.
 
 Run as a program, this module is the forking process: it takes requests from sockets, and ends with its owner.
 """
@@ -28,7 +32,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-IMPORTED = ("rlctl.cli.main", "rlctl_torch.engine", "transformers.models.qwen2.modeling_qwen2")
+SERVERS = (
+    *("rlctl.cli.main", "rlctl.cli.commands.gateway", "rlctl.cli.commands.serve", "rlctl.cli.web.server"),
+    *("rlctl.coordinator.server", "rlctl.gateway.prefork", "rlctl.gateway.server"),
+    *("rlctl.stage.server", "rlctl.testing.fake_engine", "rlctl.worker.server"),
+)
+TORCH = ("rlctl_torch.engine", "transformers.models.qwen2.modeling_qwen2")
 ENGINES = ("sglang", "torch", "vllm")
 MODULES = ("rlctl", "other_host", "with_nccl")
 """What launchers run: rlctl, or a module of a test that changes something of rlctl's and runs it."""
@@ -49,8 +58,15 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 class Forked:
     """A forked process with the interface of :class:`subprocess.Popen`."""
 
-    def __init__(self, nursery: Nursery, argv: Sequence[str], stderr: IO[bytes], env: Mapping[str, str]) -> None:
-        """``argv``: a script or one of :data:`MODULES`, and its arguments."""
+    def __init__(
+        self,
+        nursery: Nursery,
+        argv: Sequence[str],
+        stderr: IO[bytes],
+        env: Mapping[str, str],
+        imported: Sequence[str],
+    ) -> None:
+        """``argv``: a script or one of :data:`MODULES`, and its arguments; ``imported``: modules it finds imported."""
         stdin, self_stdin = os.pipe()
         self_stdout, stdout = os.pipe()
         self.stdin: IO[bytes] = os.fdopen(self_stdin, "wb", 0)
@@ -60,7 +76,7 @@ class Forked:
         self._handle: int | None = None
         self._using = threading.Lock()
         try:
-            nursery.fork(self, argv, (stdin, stdout, stderr.fileno()), env)
+            nursery.fork(self, argv, (stdin, stdout, stderr.fileno()), env, imported)
         except BaseException:
             self.close()
             raise
@@ -132,25 +148,36 @@ class Nursery:
         """Start a process for a launcher: forked, if allowed."""
         python, dash_m, module, *arguments = command
         env = options["env"]
-        forks = (python, dash_m) == (sys.executable, "-m") and module in MODULES and _torch(arguments)
+        forks = (python, dash_m) == (sys.executable, "-m") and module in MODULES and _device(arguments) == "cpu"
         ours = self._env or _own()
         early = {name for name in {*env, *ours} if name.startswith(EARLY) and name not in LATE}
         if not forks or any(env.get(name) != ours.get(name) for name in early):
             return subprocess.Popen(command, **options)
-        return Forked(self, [module, *arguments], options["stderr"], env)
+        return Forked(self, [module, *arguments], options["stderr"], env, TORCH if _torch(arguments) else SERVERS)
 
     def script(self, argv: Sequence[str], stderr: IO[bytes]) -> Forked:
         """Start a process that runs a script with its arguments."""
-        return Forked(self, argv, stderr, _own())
+        return Forked(self, argv, stderr, _own(), TORCH)
 
-    def fork(self, child: Forked, argv: Sequence[str], streams: Sequence[int], env: Mapping[str, str]) -> None:
+    def fork(
+        self,
+        child: Forked,
+        argv: Sequence[str],
+        streams: Sequence[int],
+        env: Mapping[str, str],
+        imported: Sequence[str],
+    ) -> None:
         """Start a process; ``child`` is notified of the start and, later, of the end.
+
+        ``imported``: modules that the forking process has imported by then.
 
         Raises RuntimeError if the forking process is gone, and OSError.
         """
         with self._lock:
             control = self._socket or self._start()
-            asked = json.dumps({"argv": list(argv), "env": dict(env), "cwd": os.getcwd()}).encode()
+            asked = json.dumps(
+                {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "imported": list(imported)}
+            ).encode()
             with self._said, contextlib.suppress(BrokenPipeError):
                 self._awaited = child
                 socket.send_fds(control, [asked], list(streams))
@@ -264,11 +291,16 @@ def _namespaces() -> list[str]:
 
 
 def _torch(arguments: Sequence[str]) -> bool:
-    """Return True for a rank that imports torch and has no GPU: a process that has used a GPU must not be forked."""
-    if arguments[0] not in ("stage", "worker"):
-        return False
-    engine, device = (arguments[arguments.index(flag) + 1] for flag in ("--engine", "--device"))
-    return engine in ENGINES and device == "cpu"
+    """Return True for a rank that imports torch."""
+    return arguments[0] in ("stage", "worker") and _value(arguments, "--engine", "") in ENGINES
+
+
+def _device(arguments: Sequence[str]) -> str:
+    return _value(arguments, "--device", "cpu")
+
+
+def _value(arguments: Sequence[str], flag: str, default: str) -> str:
+    return arguments[arguments.index(flag) + 1] if flag in arguments else default
 
 
 def _own() -> dict[str, str]:
@@ -278,12 +310,7 @@ def _own() -> dict[str, str]:
 def main() -> None:
     """Fork at each request; in the child, become ``rlctl``."""
     owner, *listeners = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    for name in IMPORTED:
-        importlib.import_module(name)
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise SystemExit("an imported module has started a thread, which a forked process would lack")
-    gc.collect()
-    gc.freeze()
+    _import(SERVERS)
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
@@ -304,6 +331,7 @@ def main() -> None:
                 callers.remove(ready)
                 ready.close()
             else:
+                _import(asked[0]["imported"])
                 pid = os.fork()
                 if not pid:
                     signal.set_wakeup_fd(-1)
@@ -318,6 +346,18 @@ def main() -> None:
                 with contextlib.suppress(OSError):  # the caller has ended, and with it the standard input of its child
                     ready.send(json.dumps({"pid": pid}).encode())
                     ready.recv(MOST_BYTES)  # the parent knows the process: its end may be reported
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import modules for all processes forked from now on."""
+    if all(name in sys.modules for name in names):
+        return
+    for name in names:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise SystemExit("an imported module has started a thread, which a forked process would lack")
+    gc.collect()
+    gc.freeze()
 
 
 def _request(caller: socket.socket) -> tuple[dict[str, Any], Sequence[int]] | None:
