@@ -60,8 +60,7 @@ class Serving(NamedTuple):
 
     def refuse(self, clock: Clock, *, model: str = "", min_version_seq: int = 0, adapter: str = "") -> None:
         """Raise the reason for refusing a new request now."""
-        if model and model != self.model:
-            raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
+        self.refuse_model(model)
         if self.obstacle is not None:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is quarantined: {self.obstacle.message}")
         if self.state != STAGE_STATE_READY:
@@ -80,6 +79,11 @@ class Serving(NamedTuple):
         self.refuse_paused(adapter)
         if adapter and adapter not in self.adapters:
             self._refuse_adapter(adapter)
+
+    def refuse_model(self, model: str) -> None:
+        """Raise MODEL_NOT_FOUND for a different model. "" is any model."""
+        if model and model != self.model:
+            raise Reason.MODEL_NOT_FOUND.error(f"this stage serves {self.model!r}, not {model!r}", field="model")
 
     def refuse_paused(self, adapter: str) -> None:
         """Raise STAGE_NOT_SERVING for an adapter that is paused by name."""

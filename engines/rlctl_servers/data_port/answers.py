@@ -20,10 +20,14 @@ _NAMED = re.compile(rb'"(weight_version|version|model|lora_path|id|root)":( ?)("
 class Labels:
     """Names of versions, models and requests in an answer."""
 
-    def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True) -> None:
-        """``names``: rlctl's names of models and ids, by the server's. ``strict``: every version must be rlctl's."""
+    def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True, versions: bool = True) -> None:
+        """``names``: rlctl's names of models and ids, by the server's. ``strict``: every version must be rlctl's.
+
+        ``versions``: the answer may name versions. False: what looks like a version is generated.
+        """
         self._stamps = stamps
         self._strict = strict
+        self._versions = versions
         self._since = stamps.present
         self._names = names
 
@@ -39,6 +43,8 @@ class Labels:
         name: Any
         if key not in ("weight_version", "version"):
             name = self._names.get(text, text)
+        elif not self._versions:
+            return found[0]
         elif self._stamps.version(text) is None and (not self._strict or (key == "version" and not Stamps.ours(text))):
             return found[0]  # unknown, or no version of weights
         else:

@@ -31,6 +31,9 @@ class Reader(Protocol):
     def read(self, request: HttpRequest) -> Reading:
         """Read a body. Raises FIELD_INVALID, and UNSUPPORTED for a body that would harm the server."""
 
+    def read_open(self, request: HttpRequest) -> Reading:
+        """Read the body of a request at a route without the gate: its names of model and adapter."""
+
     def put_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> None:
         """Put the server's name of the adapter into the reading."""
 
@@ -50,7 +53,8 @@ class Passing:
 
     def read(self, request: HttpRequest) -> HttpExchange:
         """Read a request. Raises as :meth:`Reader.read`."""
-        return _Exchange(self, request, self.reader.read(request) if request.gated else Reading())
+        reading = self.reader.read(request) if request.gated else self.reader.read_open(request)
+        return _Exchange(self, request, reading)
 
 
 class _Exchange(HttpExchange):
@@ -75,16 +79,18 @@ class _Exchange(HttpExchange):
         body = await self._next(lambda: self._fetch(sending, labels))
         response, relabelling = self._response, self._relabelling
         assert response is not None
-        if body is not None and relabelling is not None:
+        assert relabelling is not None
+        if body is not None:
             body = relabelling.put_whole(body)
         headers = [pair for pair in response.headers if pair[0].lower() not in _OF_SERVER]
         return HttpHead(response.status, headers, body)
 
     async def read(self) -> bytes:
         """Return the next piece with rlctl's names."""
+        assert self._relabelling is not None
         while True:
             piece = await self._next(self._piece)
-            relabelled = self._relabelling.put_into(piece) if self._relabelling is not None else piece
+            relabelled = self._relabelling.put_into(piece)
             if relabelled or not piece:
                 return relabelled
 
@@ -92,7 +98,7 @@ class _Exchange(HttpExchange):
         """See :meth:`rlctl.engine.HttpExchange.close`."""
         self._ends.close()
 
-    def _prepare(self, request: HttpRequest) -> Labels | None:
+    def _prepare(self, request: HttpRequest) -> Labels:
         """Register a request that the gate has admitted, and put the adapter and the salt into its reading.
 
         An update may have ended while the request waited for the gate.
@@ -103,13 +109,13 @@ class _Exchange(HttpExchange):
             passing.reader.put_adapter(request, reading, adapter)
         salt = salt_of(passing.stamps.present, adapter.name if adapter is not None else "")
         passing.reader.put_salt(request, reading, salt)
-        labels = Labels(passing.stamps, reading.names) if reading.labelled else None
+        labels = Labels(passing.stamps, reading.names, versions=reading.versioned)
         self._running = self._ends.enter_context(passing.requests.accept(reading))
         return labels
 
     def _open_labels(self) -> Labels:
         names = {adapter.name: name for name, adapter in self._passing.adapters.by_name.items()}
-        return Labels(self._passing.stamps, names, strict=False)
+        return Labels(self._passing.stamps, names | self._reading.names, strict=False)
 
     def _sent(self, request: HttpRequest) -> Callable[[], Awaitable[Response]]:
         """Return the call that sends the request, with the fields and headers of the reading."""
@@ -122,7 +128,7 @@ class _Exchange(HttpExchange):
         method, target, body = request.method, request.target, overridden(request.body, reading.fields)
         return lambda: self._passing.http.forward(method, target, headers, body)
 
-    async def _fetch(self, send: Callable[[], Awaitable[Response]], labels: Labels | None) -> bytes | None:
+    async def _fetch(self, send: Callable[[], Awaitable[Response]], labels: Labels) -> bytes | None:
         """Send the request and wait for its answer. Return the body, if it is to be read whole."""
         try:
             response = self._response = await send()
@@ -131,9 +137,8 @@ class _Exchange(HttpExchange):
                 raise
             raise Reason.STAGE_NOT_SERVING.error(error.message) from error
         self._ends.callback(response.close)
-        if labels is not None:
-            self._relabelling = Relabelling(labels, response.content_type)
-        if not response.has_length and (self._relabelling is None or not self._relabelling.whole):
+        relabelling = self._relabelling = Relabelling(labels, response.content_type)
+        if not response.has_length and not relabelling.whole:
             return None
         if self._running is not None:
             self._running.begun = True  # the server sends this head with the body

@@ -103,12 +103,16 @@ class Reader:
         n = max(check_count(fields.get("n"), "n") for fields in (document, *sampling))
         reading = self._routed(request, document)
         reading.prepared = _has_grammar(document) or any(map(_has_grammar, sampling))
-        reading.labelled = request.path != _MESSAGES
+        reading.versioned = request.path != _MESSAGES
         if document.get("stream"):
             reading.headers |= _ALONE
         if request.path in _PROMPTS:
             self._identify(document, reading, _PROMPTS[request.path], n)
         return reading
+
+    def read_open(self, request: HttpRequest) -> Reading:  # noqa: ARG002
+        """Return nothing: SGLang takes any name of a model at its routes without the gate."""
+        return Reading()
 
     def put_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> None:
         """Put SGLang's name of the adapter into the reading."""

@@ -78,9 +78,20 @@ class Reader:
                 check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
         reading = self._named(text_field(document, "model"))
         reading.samples = samples
-        reading.labelled = request.path != "/v1/messages"
+        reading.versioned = request.path != "/v1/messages"
         if request.path in _IDS:
             self._identify(request, document, reading)
+        return reading
+
+    def read_open(self, request: HttpRequest) -> Reading:
+        """Read the model's name in the body of a request at a route without the gate."""
+        document = request.document
+        model = document.get("model") if isinstance(document, dict) else None
+        if not isinstance(model, str):
+            return Reading()  # vLLM refuses other types
+        reading = self._named(model)
+        if (held := self._adapters.by_name.get(reading.adapter)) is not None:
+            self.put_adapter(request, reading, held)
         return reading
 
     def put_adapter(self, request: HttpRequest, reading: Reading, held: Held) -> None:

@@ -205,10 +205,11 @@ class DataPort:
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         """Forward a request with an answer that does not depend on the weights."""
-        self._serving()
+        serving = self._serving()
         with closing(Body(request, self._bodies)) as body:
             with self._wait():
                 exchange = await self._engine().exchange(await self._read(request, body, gated=False))
+                serving.refuse_model(exchange.model)
             with closing(exchange), self._listed(self._forwarded) as forwarded:
                 head = await _in_time(forwarded, exchange.begin)
                 body.close()  # the engine has read the body

@@ -224,6 +224,35 @@ async def test_a_stream_without_a_piece_is_an_empty_answer(
     assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, "text/event-stream", b"")
 
 
+class Named(Pieces):
+    """An answer of this model."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__("text/plain", once(model.encode()))
+        self.model = model
+
+
+async def test_a_route_without_the_gate_is_of_the_models_of_the_stage(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+
+    async def exchange(engine: Engine, request: HttpRequest) -> HttpExchange:
+        del engine
+        assert isinstance(request.document, dict)
+        return Named(request.document["model"])
+
+    monkeypatch.setattr(Engine, "exchange", exchange)
+    port = DataPort(lambda: world.engine, world.serving, SystemClock())
+    url = f"http://{await port.start('127.0.0.1:0', [HttpRoute('POST', '/tokenize', gated=False)])}/tokenize"
+    try:
+        assert (await call(url, body={"model": "actor"})).body == b"actor"
+        refused = await call(url, body={"model": "other"})
+        assert (refused.status, refused.headers.get(REASON)) == (404, "MODEL_NOT_FOUND")
+    finally:
+        await port.stop()
+
+
 class Silent(Pieces):
     """An engine's answer without an end, before or after the head."""
 
