@@ -51,12 +51,6 @@ def cases(sent: tuple[Sent, ...]) -> pytest.MarkDecorator:
     )
 
 
-def body_of(sent: Sent, tiny: tuple[Any, Path]) -> dict[str, Any]:
-    """Its body; CHECKPOINT stands for the path of the model's."""
-    named = {"model": str(tiny[1])} if sent.body.get("model") == "CHECKPOINT" else {}
-    return {**sent.body, **named}
-
-
 def at(answer: Any, path: str) -> Any:
     """A field of an answer, by its dotted path."""
     return functools.reduce(lambda value, name: value[int(name) if isinstance(value, list) else name],
@@ -67,7 +61,7 @@ def at(answer: Any, path: str) -> Any:
 async def test_a_clients_body_is_answered_with_what_it_reads_or_refused_by_name(
     http: aiohttp.ClientSession, sent: Sent, tiny: tuple[Any, Path]
 ) -> None:
-    status, answer = await post(http, body_of(sent, tiny), sent.path, **sent.headers)
+    status, answer = await post(http, sent.body_for(tiny[1]), sent.path, **sent.headers)
     if sent.refused:
         assert (status, answer["error"]["param"]) == (400, sent.refused), answer
         return
@@ -80,7 +74,7 @@ async def test_a_clients_body_is_answered_with_what_it_reads_or_refused_by_name(
 async def test_a_clients_stream_comes_to_its_end(
     http: aiohttp.ClientSession, sent: Sent, tiny: tuple[Any, Path]
 ) -> None:
-    async with http.post(sent.path, json={**body_of(sent, tiny), "stream": True}, headers=sent.headers) as response:
+    async with http.post(sent.path, json={**sent.body_for(tiny[1]), "stream": True}, headers=sent.headers) as response:
         assert response.status == 200, await response.text()
         told = events(await response.text())
     assert told

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlctl.ports import new_uuid7
 from rlctl.version import CONTRACT_VERSION
-from tests.dialects.client_bodies import SENT
 from tests.fuzz.http_requests import Fields
+from tests.support.client_bodies import SENT
 
 _NAMES = (
     *("url", "worker_url", "text", "mode", "stages", "timeout_s", "timeout", "torch_empty_cache", "model_path", "path"),

@@ -6,11 +6,24 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from passing_suite import OWN, Gate, compare, open_gate, port, post, until
+from passing_suite import (
+    LABEL,
+    OWN,
+    Gate,
+    clients_bodies,
+    compare,
+    open_gate,
+    passed_on,
+    peaked,
+    port,
+    post,
+    until,
+)
 from rlctl_sglang.requests import passing
 from server_stage import Driver
 
@@ -18,12 +31,14 @@ from rlctl.demo.tiny import encode
 from rlctl.runtime.http_errors import REASON
 from rlctl.v1.common_pb2 import STAGE_STATE_DIRTY, STAGE_STATE_PAUSED, STAGE_STATE_READY
 from rlctl.v1.rollout_pb2 import AbortRequest
-from rlctl.v1.verbs_pb2 import FlushCacheRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6}
 CHAT = [{"role": "user", "content": "1 2 3"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+NAMED = {"type": "function", "function": {"name": "add"}}
+SCHEMA = {"name": "number", "schema": {"type": "integer"}}
 
 
 @pytest.fixture
@@ -115,10 +130,20 @@ def bodies() -> list[tuple[str, Any]]:
         ("/v1/completions", {"model": "actor", "prompt": prompt, "max_tokens": 5, "temperature": 0, **each})
         for prompt, each in itertools.product(["12+34", ids, ["1", "2"], [ids, encode("8")]], openai)
     ]
+    made += [
+        ("/v1/completions", {"prompt": prompt, "max_tokens": 5, "temperature": 0, "stream": True, **each})
+        for prompt, each in itertools.product(["12+34", ids], openai)
+        if "stream" not in each
+    ]
     chat: list[dict[str, Any]] = [
         *(each for each in openai if "echo" not in each and "logprobs" not in each),
         {"logprobs": True, "top_logprobs": 2},
-        {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]},
+        *({"tools": TOOLS, **each} for each in ({}, {"stream": True}, {"tool_choice": "none"}, {"tool_choice": NAMED})),
+        *({**each, "stream": True} for each in ({"n": 2}, {"stop": "3"}, {"logprobs": True}, {"max_tokens": 0})),
+        *(
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}, **each}
+            for each in ({}, {"stream": True})
+        ),
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "1"}]}]},
     ]
@@ -131,6 +156,10 @@ def bodies() -> list[tuple[str, Any]]:
         ("/detokenize", {"tokens": ids, "model": "actor"}),
         ("/v1/models", None),
         ("/v1/models/any", None),
+        ("/v1/messages", {"model": "actor", "messages": CHAT, "max_tokens": 5, "temperature": 0}),
+        ("/v1/messages/count_tokens", {"model": "actor", "messages": CHAT}),
+        ("/classify", {"text": "1"}),
+        ("/encode", {"text": "1"}),
         ("/v1/embeddings", {"model": "actor", "input": "1"}),
         ("/v1/score", {"model": "actor", "query": "1", "items": ["2", "3"], "label_token_ids": [1, 2]}),
         ("/v1/rerank", {"model": "actor", "query": "1", "documents": ["2"]}),
@@ -139,12 +168,24 @@ def bodies() -> list[tuple[str, Any]]:
     return made
 
 
-async def test_answers_are_those_of_the_server(driver: Driver, url: str) -> None:
-    requests = bodies()
-    assert len(requests) > 200
-    # A request of the port has a cache salt, a direct one has none: what earlier tests left is warm for one of them.
-    await asyncio.to_thread(driver.tell, FlushCacheRequest())
-    differing = await compare(driver.engine._server.http.url, url, requests, key(driver))
+@pytest.mark.timeout(800)
+async def test_answers_are_those_of_the_server(tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    """Through stage and gateway, and at the data port alone where the gateway has answers of its own."""
+    checkpoint = peaked(tiny, tmp_path / "peaked")
+    requests = bodies() + clients_bodies("sglang", checkpoint)
+    reads = [request for request in requests if request[1] is None]
+    posts = [request for request in requests if request[1] is not None]
+    assert len(posts) > 260
+    async with passed_on("sglang", checkpoint, tmp_path) as passed:
+        http = passed.engine._server.http
+
+        def renamed(body: Any) -> tuple[Any, dict[bytes, bytes]]:
+            return body, {passed.label.encode(): LABEL.encode()}
+
+        differing = [
+            *await compare(http.url, passed.port, reads, http._keys[False], renamed=renamed),
+            *await compare(http.url, passed.gateway, posts, http._keys[False], renamed=renamed),
+        ]
     assert not differing, "\n".join(differing)
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import torch
+from client_bodies import SENT, streams
 from server_stage import Driver
 from yarl import URL
 
+from rlctl.demo import tiny as tiny_
+from rlctl.demo.task import CHARACTERS
 from rlctl.engine import HttpRoute
+from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.ports import SystemClock
 from rlctl.runtime.http_errors import REASON
 from rlctl.runtime.http_forwarding import SEQUENCE, SLOT, VERSION
 from rlctl.stage.data_port.server import DataPort
 from rlctl.stage.serving_state import Serving
+from rlctl.testing.in_process_fleet import InProcessFleet, StageSpec
 from rlctl.v1.common_pb2 import STAGE_STATE_READY, WeightVersion
+from rlctl.v1.results_pb2 import OPERATION_STATE_OK
+from rlctl.v1.verbs_pb2 import UpdateWeightsFromDiskRequest
 
 OWN = (SLOT, VERSION, SEQUENCE)
 TRIES = 4
@@ -168,10 +178,86 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t['function']['name'] | length }}{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+LABEL = "recorded"
+PEAK = 1e5
+"""Factor of the logits. Samples at temperature 1 are then those of the greedy choice."""
+SPECIAL = len(tiny_.VOCABULARY) - len(CHARACTERS)
+"""Tokens without a text, which are never chosen."""
+
+
+def peaked(tiny: tuple[Any, Path], directory: Path) -> Path:
+    """Write a checkpoint whose samples do not depend on chance, with a chat template. Return its directory."""
+    model = copy.deepcopy(tiny[0])
+    with torch.no_grad():
+        model.lm_head.weight.mul_(PEAK)
+        model.lm_head.weight[:SPECIAL].zero_()
+    tiny_.save(model, directory)
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    return directory
+
+
+def clients_bodies(dialect: str, checkpoint: Path) -> list[tuple[str, Any]]:
+    """Return what other projects' clients send to generate, each client's body unchanged."""
+    return [
+        (each.path, {**each.body_for(checkpoint), **more})
+        for listed, more in ((SENT, {}), (streams(), {"stream": True}))
+        for each in listed
+        if dialect in each.dialects
+    ]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A real engine that has been updated to version LABEL.
+
+    Attributes:
+        port: URL of its data port.
+        gateway: URL of a gateway of its dialect.
+        label: the server's own name of LABEL.
+    """
+
+    engine: Any
+    port: str
+    gateway: str
+    label: str
+
+
+@contextlib.asynccontextmanager
+async def passed_on(engine: str, checkpoint: Path, place: Path) -> AsyncIterator[Passed]:
+    """Start an engine server with a stage, a coordinator and a gateway."""
+    async with InProcessFleet(place / "journal.db", [StageSpec("actor-0", str(checkpoint), engine=engine)]) as fleet:
+        update = UpdateWeightsFromDiskRequest(model_path=str(checkpoint), weight_version=LABEL)
+        operation = await fleet.stub.UpdateWeightsFromDisk(update)
+        assert operation.state == OPERATION_STATE_OK, operation
+        gateway = GatewayServer(GatewayConfig(fleet.server.address, engine))
+        try:
+            await gateway.start()
+            stage = fleet.stages["actor-0"]
+            label = stage._engine._stamps.label
+            assert label != LABEL
+            yield Passed(stage._engine, f"http://{stage.data_address}", f"http://{gateway.address}", label)
+        finally:
+            await gateway.stop()
+
+
 async def compare(
-    direct: str, passed: str, requests: Iterable[tuple[str, Any]], key: str = "", socket: str = ""
+    direct: str,
+    passed: str,
+    requests: Iterable[tuple[str, Any]],
+    key: str = "",
+    socket: str = "",
+    renamed: Callable[[Any], tuple[Any, Mapping[bytes, bytes]]] = lambda body: (body, {}),
 ) -> list[str]:
-    """Send every request to both in turn; return the differences. ``socket``: of the server, if not TCP."""
+    """Send every request to both in turn; return the differences.
+
+    ``socket``: of the server, if not TCP. ``renamed``: returns the body with the server's own names, and what replaces
+    these names in its answer.
+    """
     differing = []
     # SGLang closes a connection silently after an answer with a failure.
     connector = aiohttp.UnixConnector(socket, force_close=True) if socket else aiohttp.TCPConnector(force_close=True)
@@ -179,7 +265,10 @@ async def compare(
         for path, body in requests:
             method = "GET" if body is None else "POST"
             for _ in range(TRIES):
-                there = await post(server, direct + path, body, key, method)
+                own, names = renamed(body)
+                there = await post(server, direct + path, own, key, method)
+                for name, shown in names.items():
+                    there = replace(there, body=there.body.replace(name, shown))
                 here = await post(session, passed + path, body, method=method)
                 assert REASON not in here.headers, f"{path} {body}: {here.body!r}"
                 if alike(here.comparable, there.comparable):

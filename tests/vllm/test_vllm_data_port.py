@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from passing_suite import Gate, compare, open_gate, port, post, until
+from passing_suite import LABEL, Gate, clients_bodies, compare, open_gate, passed_on, peaked, port, post, until
 from rlctl_vllm.requests import passing
 from server_stage import Driver
 
@@ -21,6 +22,10 @@ from rlctl.v1.rollout_pb2 import AbortRequest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+NAMED = {"type": "function", "function": {"name": "add"}}
+SKYRLS_OWN = "/skyrl/v1/generate"
+"""A route that SkyRL adds to its servers."""
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -46,8 +51,8 @@ def bodies() -> list[tuple[str, Any]]:
     ids = encode("12+34")
     options: list[dict[str, Any]] = [
         {},
-        {"stream": True},
         {"stream": True, "stream_options": {"include_usage": True}},
+        {"n": 2, "temperature": 1.0},
         {"n": 2},
         {"stop": "3"},
         {"stop_token_ids": [5], "min_tokens": 1},
@@ -59,46 +64,94 @@ def bodies() -> list[tuple[str, Any]]:
         {"logit_bias": {"3": 5}},
         {"max_tokens": 0},
         {"temperature": -1},
-        {"model": "no such model"},
         {"no_such_field": 1},
         {"return_token_ids": True},
         {"request_id": "mine"},
     ]
-    asked = {"model": "rlctl", "max_tokens": 5, "temperature": 0}
+    asked = {"model": "actor", "max_tokens": 5, "temperature": 0}
+    streaming = [{}, {"stream": True}]
     made: list[tuple[str, Any]] = [
-        ("/v1/completions", {**asked, "prompt": prompt, **each})
-        for prompt, each in itertools.product(["12+34", ids, ["1", "2"], [ids, encode("8")]], options)
-        if each.get("model") is None
+        ("/v1/completions", {**asked, "prompt": prompt, **each, **stream})
+        for prompt, each, stream in itertools.product(
+            ["12+34", ids, ["1", "2"], [ids, encode("8")]], options, streaming
+        )
     ]
     messages = [{"role": "user", "content": "1 2 3"}]
+    chat: list[dict[str, Any]] = [
+        *(each for each in options if "logprobs" not in each),
+        {"logprobs": True, "top_logprobs": 2},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+        *({"tools": TOOLS, **each} for each in ({}, {"tool_choice": "none"}, {"tool_choice": NAMED})),
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "1"}]}]},
+    ]
     made += [
-        ("/v1/chat/completions", {**asked, "messages": messages, **each})
-        for each in options
-        if "logprobs" not in each and each.get("model") is None
+        ("/v1/chat/completions", {**asked, "messages": messages, **each, **stream})
+        for each, stream in itertools.product(chat, streaming)
+    ]
+    native: list[dict[str, Any]] = [
+        {},
+        {"n": 2, "temperature": 1.0},
+        {"logprobs": 1},
+        {"prompt_logprobs": 1},
+        {"top_k": -7},
+        {"stop_token_ids": [5], "min_tokens": 1},
+        {"max_tokens": 1},
+        {"structured_outputs": {"regex": "[0-9]+"}},
+        {"logit_bias": {"3": 5}},
+        {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1},
     ]
     made += [
         (
             "/inference/v1/generate",
             {"token_ids": ids, "sampling_params": {"max_tokens": 4, "temperature": 0, **each}, **more},
         )
-        for each, more in itertools.product([{}, {"n": 2}, {"logprobs": 1}, {"top_k": -7}], [{}, {"stream": True}])
+        for each, more in itertools.product(
+            native, [{}, {"stream": True}, {"request_id": "mine"}, {"output_mode": "text"}]
+        )
     ]
     made += [
-        ("/tokenize", {"prompt": "1 2 3", "model": "rlctl"}),
-        ("/detokenize", {"tokens": ids, "model": "rlctl"}),
+        ("/v1/messages", {**asked, "messages": messages}),
+        ("/v1/messages/count_tokens", {"model": "actor", "messages": messages}),
+        ("/v1/completions/render", {**asked, "prompt": "12+34"}),
+        ("/v1/chat/completions/render", {**asked, "messages": messages}),
+        ("/pooling", {"model": "actor", "input": "1"}),
+        ("/classify", {"model": "actor", "input": "1"}),
+        ("/score", {"model": "actor", "text_1": "1", "text_2": "2"}),
+    ]
+    made += [
+        ("/tokenize", {"prompt": "1 2 3", "model": "actor"}),
+        ("/detokenize", {"tokens": ids, "model": "actor"}),
         ("/v1/models", None),
         ("/version", None),
-        ("/v1/embeddings", {"model": "rlctl", "input": "1"}),
+        ("/v1/embeddings", {"model": "actor", "input": "1"}),
         ("/v1/completions", b"[1]"),
     ]
     return made
 
 
-async def test_answers_are_those_of_the_server(driver: Driver, url: str) -> None:
-    http = driver.engine.http
-    requests = bodies()
-    assert len(requests) > 90
-    differing = await compare(http.url, url, requests, socket=http._socket)
+@pytest.mark.timeout(800)
+async def test_answers_are_those_of_the_server(tiny: tuple[Any, Path], tmp_path: Path) -> None:
+    """Through stage and gateway, and at the data port alone where the gateway has answers of its own."""
+    checkpoint = peaked(tiny, tmp_path / "peaked")
+    sent = [request for request in clients_bodies("vllm", checkpoint) if request[0] != SKYRLS_OWN]
+    requests = bodies() + sent
+    reads = [request for request in requests if request[1] is None]
+    posts = [request for request in requests if request[1] is not None]
+    assert len(posts) > 240
+    async with passed_on("vllm", checkpoint, tmp_path) as passed:
+        http = passed.engine.http
+
+        def renamed(body: Any) -> tuple[Any, dict[bytes, bytes]]:
+            names = {passed.label.encode(): LABEL.encode()}
+            if not isinstance(body, dict) or "model" not in body:
+                return body, names
+            return {**body, "model": "rlctl"}, names | {b'"rlctl"': json.dumps(body["model"]).encode()}
+
+        differing = [
+            *await compare(http.url, passed.port, reads, socket=http._socket, renamed=renamed),
+            *await compare(http.url, passed.gateway, posts, socket=http._socket, renamed=renamed),
+        ]
     assert not differing, "\n".join(differing)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlctl.demo.tiny import encode
@@ -55,6 +56,11 @@ class Sent:
     def name(self) -> str:
         """For a test's id."""
         return f"{self.client.partition(' ')[0]}-{self.case}"
+
+    def body_for(self, checkpoint: Path) -> dict[str, Any]:
+        """Return the body, with the path of the model's checkpoint in place of CHECKPOINT."""
+        named = {"model": str(checkpoint)} if self.body.get("model") == "CHECKPOINT" else {}
+        return {**self.body, **named}
 
 
 _SLIME_SAMPLING = {
