@@ -103,7 +103,8 @@ def test_a_quick_run_of_the_data_ports_benchmark() -> None:
     done = bench("data_port", "--quick", "--json")
     assert done.returncode == 0, done.stderr
     figures = {figure["id"]: figure for figure in json.loads(done.stdout)["figures"]}
-    assert figures.keys() == {"added_p50_c1", "gateway_added_p50_c1", "cpu_c64"}
+    names = {"added_p50_c1", "gateway_added_p50_c1", "cpu_c64", "memory_requests", "memory_refused"}
+    assert figures.keys() == names
     for name, goal in (("added_p50_c1", 0.5), ("gateway_added_p50_c1", 1.2)):
         assert figures[name]["goal"] == goal
         assert figures[name]["floor"] > 0

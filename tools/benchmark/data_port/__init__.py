@@ -5,7 +5,7 @@ The upstream answers at once.
 
 from __future__ import annotations
 
-from tools.benchmark.data_port import added
+from tools.benchmark.data_port import added, memory
 from tools.benchmark.figures import Figure
 
 FIGURES = [
@@ -28,5 +28,19 @@ FIGURES = [
         "CPU time of the stage's process for a request, 64 at a time",
         "ms",
         added.cpu_of_many,
+    ),
+    Figure(
+        "memory_requests",
+        "growth of the stage's or the gateway's memory over 100,000 requests through both",
+        "MiB",
+        memory.of_requests,
+        at_most=16,
+    ),
+    Figure(
+        "memory_refused",
+        "growth of the stage's or the gateway's memory over 1,000 bodies of 60 MB that the stage refuses",
+        "MiB",
+        memory.of_refused,
+        at_most=16,
     ),
 ]
