@@ -30,13 +30,14 @@ class GatewayMetrics:
 
     def __init__(self, tls: Tls | None) -> None:
         self._tls = tls
-        self._generation: Generation | None = None
+        self._generations: list[Generation] = []
         self.exposition = Exposition(m.of(m.GATEWAY), self._state)
 
     def generation(self, fleet: AsyncFleet, settings: Settings) -> Generation:
         """Return a generation that counts its samples."""
-        self._generation = _MeasuredGeneration(fleet, settings, self)
-        return self._generation
+        generation = _MeasuredGeneration(fleet, settings, self)
+        self._generations.append(generation)
+        return generation
 
     @web.middleware
     async def request(
@@ -70,11 +71,11 @@ class GatewayMetrics:
     def _state(self) -> Iterator[Sample]:
         if self._tls is not None:
             yield m.CERTIFICATE_EXPIRY, (), self._tls.material.expires.timestamp()
-        generation = self._generation
-        if generation is not None:
-            yield m.INFLIGHT, (), generation.inflight
-            yield m.INFLIGHT_BYTES, (), generation.inflight_bytes
-            yield m.WAITING, (), max(0, generation.inflight - generation.placed)
+        if self._generations:
+            inflight = sum(each.inflight for each in self._generations)
+            yield m.INFLIGHT, (), inflight
+            yield m.INFLIGHT_BYTES, (), sum(each.inflight_bytes for each in self._generations)
+            yield m.WAITING, (), max(0, inflight - sum(each.placed for each in self._generations))
 
 
 class _MeasuredGeneration(Generation):
@@ -83,7 +84,7 @@ class _MeasuredGeneration(Generation):
         self._metrics = metrics
 
     def _like(self, settings: Settings) -> Generation:
-        return _MeasuredGeneration(self.fleet, settings, self._metrics)
+        return self._metrics.generation(self.fleet, settings)
 
     async def complete(
         self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from http_calls import post
 from scraping import scrape
+from waiting import eventually
 
 from rlctl.metrics import definitions
 from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.v1 import verbs_pb2 as v
 
 
 async def test_requests_and_samples_are_counted(fleet: InProcessFleet, make_gateway: Callable[..., Any]) -> None:
@@ -32,3 +35,22 @@ async def test_requests_and_samples_are_counted(fleet: InProcessFleet, make_gate
             assert seen.value(f"rlctl_gateway_{name}") == 0
         own = {name for name in seen.families if name.startswith("rlctl_")}
         assert own == {metric.name.removesuffix("_total") for metric in definitions.of(definitions.GATEWAY)}
+
+
+async def test_requests_of_the_radix_middleware_are_under_way_too(
+    fleet: InProcessFleet, make_gateway: Callable[..., Any], chat_model: str
+) -> None:
+    radix = ("rlctl.gateway.radix.middleware:RadixMiddleware",)
+    settings = {"middleware_paths": radix, "tokenizer": chat_model, "metrics": "127.0.0.1:0"}
+    async with make_gateway(fleet, dialect="slime", **settings) as (server, http):
+        await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+        body = {"text": "1+2", "sampling_params": {"max_new_tokens": 4}}
+        waiting = asyncio.create_task(post(http, body))
+        (middleware,) = server._middlewares
+        await eventually(lambda: middleware._generation.inflight)
+        seen = await scrape(server.metrics_address)
+        await fleet.stub.ContinueGeneration(v.ContinueGenerationRequest())
+        assert (await waiting)[0] == 200
+    assert seen.value("rlctl_gateway_inflight") == 1
+    assert seen.value("rlctl_gateway_inflight_bytes") > 0
+    assert seen.value("rlctl_gateway_waiting") == 1
