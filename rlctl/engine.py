@@ -294,7 +294,7 @@ class KnownOptions:
     frozen: Mapping[str, str] = field(default_factory=dict)
 
 
-def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
+def known_options(name: str, settings: Mapping[str, str]) -> KnownOptions | None:
     """Return the settings of the plug-in, from the entry point group ``rlctl.engines.options``.
 
     The entry is a function of the present settings ("python" may name the installation). Returns None without an entry,
@@ -302,7 +302,7 @@ def known_options(name: str, given: Mapping[str, str]) -> KnownOptions | None:
     """
     for point in entry_points(group="rlctl.engines.options"):
         if point.name == name:
-            options: KnownOptions | None = point.load()(given)
+            options: KnownOptions | None = point.load()(settings)
             return options
     return None
 

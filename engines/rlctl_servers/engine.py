@@ -72,7 +72,7 @@ def takes_turn(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corou
         engine, _, call = args
         assert isinstance(engine, ServerEngine)
         assert isinstance(call, Call)
-        async with engine.turn.taken(call):
+        async with engine.turn.acquired(call):
             return await method(*args, **kwargs)
 
     return waiting

@@ -41,28 +41,28 @@ class Options:
     arguments: Mapping[str, str] = field(default_factory=dict)
 
 
-def parse(given: Mapping[str, str], arguments: Mapping[str, str]) -> Options:
+def parse(settings: Mapping[str, str], arguments: Mapping[str, str]) -> Options:
     """Parse the settings that all plug-ins have. Raises FIELD_INVALID or FIELD_CONFLICT naming ``options.NAME``."""
     return Options(
-        url=address(given, arguments),
-        api_key=key(given, "api_key_file"),
-        python=given.get("python", ""),
-        allowed_roots=directories(given.get("allowed_roots", "")),
-        start_s=start_seconds(given.get("start_s", "900")),
-        data_routes=data_routes(given.get("data_routes", "")),
+        url=address(settings, arguments),
+        api_key=key(settings, "api_key_file"),
+        python=settings.get("python", ""),
+        allowed_roots=directories(settings.get("allowed_roots", "")),
+        start_s=start_seconds(settings.get("start_s", "900")),
+        data_routes=data_routes(settings.get("data_routes", "")),
         arguments=arguments,
     )
 
 
-def interpreter(product: str, given: str, variable: str) -> str:
-    """Return the Python interpreter of a product: ``given``, or the interpreter of the product's environment.
+def interpreter(product: str, python: str, variable: str) -> str:
+    """Return the Python interpreter of a product: ``python``, or the interpreter of the product's environment.
 
     ``variable``: environment variable with the path of the environment; by default the environment lies beside this
     process's. Raises FIELD_INVALID with the install command if the interpreter cannot be run.
     """
     name = product.lower()
-    if given:
-        path = Path(given)
+    if python:
+        path = Path(python)
     else:
         path = Path(os.environ.get(variable) or Path(sys.prefix).parent / f".venv-{name}") / "bin" / "python"
     if not os.access(path, os.X_OK):
@@ -74,30 +74,30 @@ def interpreter(product: str, given: str, variable: str) -> str:
     return str(path)
 
 
-def check_arguments(product: str, arguments: Collection[str], taken: Collection[str]) -> None:
+def check_arguments(product: str, arguments: Collection[str], reserved: Collection[str]) -> None:
     """Raise FIELD_CONFLICT for an argument that rlctl sets itself, FIELD_INVALID for an invalid name."""
     for name in arguments:
-        if name.removeprefix("no_") in taken:
+        if name.removeprefix("no_") in reserved:
             raise Reason.FIELD_CONFLICT.error(f"rlctl sets {product}'s {name} itself", field=f"options.{name}")
         if not name.replace("_", "").isalnum() or not name.islower():
             raise Reason.FIELD_INVALID.error(f"{name!r} is no argument's name", field=f"options.{name}")
 
 
-def address(given: Mapping[str, str], arguments: Collection[str]) -> str:
+def address(settings: Mapping[str, str], arguments: Collection[str]) -> str:
     """Return option ``url``, a running server, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside settings."""
-    url = given.get("url", "").rstrip("/")
+    url = settings.get("url", "").rstrip("/")
     if url and not url.startswith(("http://", "https://")):
         raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field="options.url")
-    if url and (extra := [*arguments, *({"python", "start_s"} & given.keys())]):
+    if url and (extra := [*arguments, *({"python", "start_s"} & settings.keys())]):
         raise Reason.FIELD_CONFLICT.error(
             f"a server that runs already takes no settings: {', '.join(sorted(extra))}", field=f"options.{extra[0]}"
         )
     return url
 
 
-def key(given: Mapping[str, str], name: str) -> str:
+def key(settings: Mapping[str, str], name: str) -> str:
     """Return the key from the file of option ``name``, or "". Raises FIELD_INVALID."""
-    path = given.get(name, "")
+    path = settings.get(name, "")
     if not path:
         return ""
     try:

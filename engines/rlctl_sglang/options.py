@@ -42,9 +42,9 @@ class Options(options.Options):
     admin_key: str = field(default="", repr=False)
 
 
-def parse_options(given: Mapping[str, str]) -> Options:
+def parse_options(settings: Mapping[str, str]) -> Options:
     """Parse the settings. Raises FIELD_INVALID, FIELD_CONFLICT or UNSUPPORTED naming ``options.NAME``."""
-    arguments = {name: value for name, value in given.items() if name not in OURS}
+    arguments = {name: value for name, value in settings.items() if name not in OURS}
     for name in arguments:
         if name in NODES:
             raise Reason.FIELD_INVALID.error(
@@ -62,12 +62,12 @@ def parse_options(given: Mapping[str, str]) -> Options:
                 field=f"options.{name}",
                 next_step="Leave it out.",
             )
-    if not address(given, arguments) and (keys := {"api_key_file", "admin_key_file"} & given.keys()):
+    if not address(settings, arguments) and (keys := {"api_key_file", "admin_key_file"} & settings.keys()):
         raise Reason.FIELD_CONFLICT.error(
             "a launched server gets keys that the stage makes", field=f"options.{sorted(keys)[0]}"
         )
-    common = options.parse(given, arguments)
-    return Options(**vars(common), admin_key=key(given, "admin_key_file") or common.api_key)
+    common = options.parse(settings, arguments)
+    return Options(**vars(common), admin_key=key(settings, "admin_key_file") or common.api_key)
 
 
 def refuse_workers(arguments: Mapping[str, Any]) -> None:

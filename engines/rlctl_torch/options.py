@@ -48,11 +48,11 @@ class Options:
     disaggregation_mode: str = "null"
 
 
-def parse_options(given: Mapping[str, str]) -> Options:
+def parse_options(settings: Mapping[str, str]) -> Options:
     """Return the settings. Raises FIELD_INVALID, naming ``options.NAME``, for an unknown name or a bad value."""
     option_names = {field.name for field in fields(Options)}
     values: dict[str, Value] = {}
-    for name, text in given.items():
+    for name, text in settings.items():
         if name not in option_names:
             raise Reason.FIELD_INVALID.error(
                 f"the torch engine has no option {name!r}; there are: {', '.join(sorted(option_names))}",
@@ -66,9 +66,9 @@ def parse_options(given: Mapping[str, str]) -> Options:
     return Options(**values)  # type: ignore[arg-type]
 
 
-def known_options(given: Mapping[str, str]) -> KnownOptions:
+def known_options(settings: Mapping[str, str]) -> KnownOptions:
     """Return the names of the settings, without loading torch."""
-    del given
+    del settings
     return KnownOptions(frozenset(field.name for field in fields(Options)), origin="the torch engine")
 
 

@@ -21,13 +21,13 @@ TAKEN = (
 """Arguments of vLLM that rlctl sets itself, or that make more than one server of tensor-parallel ranks."""
 
 
-def parse_options(given: Mapping[str, str]) -> Options:
+def parse_options(settings: Mapping[str, str]) -> Options:
     """Return the settings. Raises FIELD_INVALID or FIELD_CONFLICT, naming ``options.NAME``."""
-    arguments = {name: value for name, value in given.items() if name not in OURS}
+    arguments = {name: value for name, value in settings.items() if name not in OURS}
     check_arguments(PRODUCT, arguments, TAKEN)
-    if not address(given, arguments) and "api_key_file" in given:
+    if not address(settings, arguments) and "api_key_file" in settings:
         raise Reason.FIELD_CONFLICT.error("a launched server needs no key", field="options.api_key_file")
-    return options.parse(given, arguments)  # vLLM's admin calls need no key
+    return options.parse(settings, arguments)  # vLLM's admin calls need no key
 
 
 def interpreter(settings: Options) -> str:

@@ -63,13 +63,13 @@ class State(ServerState):
             )
 
     def release(
-        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+        self, tags: Sequence[MemoryTag.ValueType], supported: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
         """Do as :meth:`ServerState.release`.
 
         Raises FIELD_INVALID also for the weights alone: vLLM releases the KV cache alone, or everything.
         """
-        regions = super().release(tags, known)
+        regions = super().release(tags, supported)
         if regions == {MEMORY_TAG_WEIGHTS}:
             situation = "beside a KV cache that is released already" if self.released else "alone"
             raise Reason.FIELD_INVALID.error(f"vLLM does not release the weights {situation}", field="tags")

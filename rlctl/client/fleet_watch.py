@@ -86,7 +86,7 @@ class FleetView:
         if self._models is None and self._refusal is not None:
             raise self._refusal
 
-    async def known(self) -> None:
+    async def reported(self) -> None:
         """Wait until the coordinator has reported the fleet for the first time. Raises as :meth:`check`."""
         self.check()
         self._watch_now()

@@ -12,7 +12,7 @@ from rlctl.gateway.backend.service import Generation, Settings
 from rlctl.metrics import definitions as m
 from rlctl.metrics.exposition import Exposition, Sample
 from rlctl.rollout.continuation import Progress
-from rlctl.rollout.rollout import ANYWHERE, Place, Told
+from rlctl.rollout.rollout import ANYWHERE, OnProgress, Place
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport.channel import Credentials
@@ -87,7 +87,12 @@ class _MeasuredGeneration(Generation):
         return self._metrics.generation(self.fleet, settings)
 
     async def complete(
-        self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None
+        self,
+        sample: RolloutSample,
+        *,
+        credentials: Credentials,
+        place: Place = ANYWHERE,
+        on_progress: OnProgress | None = None,
     ) -> RolloutSample:
         started, first, outcome, tokens = time.monotonic(), True, "cancelled", 0
 
@@ -97,11 +102,11 @@ class _MeasuredGeneration(Generation):
                 first = False
                 took_s = time.monotonic() - started
                 self._metrics.exposition.observe(m.SAMPLE_FIRST, took_s, sample.request.model)
-            if told is not None:
-                told(progress, part)
+            if on_progress is not None:
+                on_progress(progress, part)
 
         try:
-            ended = await super().complete(sample, credentials=credentials, place=place, told=tell)
+            ended = await super().complete(sample, credentials=credentials, place=place, on_progress=tell)
             tokens = len(ended.output_ids)
             cut_reason = "aborted" if ended.error is None else ended.error.reason.name
             outcome = "ok" if ended.finished else cut_reason

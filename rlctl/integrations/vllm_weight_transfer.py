@@ -304,10 +304,10 @@ class NCCLTrainerWeightTransferEngine:
             self.model_update_group = None
 
 
-def _raise_why(error: RlctlError, told: Future[None]) -> None:
+def _raise_why(error: RlctlError, engine_call: Future[None]) -> None:
     """Raise the engines' own error for a failed group, if available: their error has the cause."""
     if error.reason is Reason.GROUP_FAILED:
-        done, _ = wait([told], SAYS_S)
+        done, _ = wait([engine_call], SAYS_S)
         for each in done:
             each.result()
 

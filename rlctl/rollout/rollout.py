@@ -53,7 +53,7 @@ class Asking(Sampling, total=False):
     timeout_s: float
 
 
-Told = Callable[[Progress, Sample], None]
+OnProgress = Callable[[Progress, Sample], None]
 """Called with the progress of a sample and its new output."""
 
 
@@ -77,12 +77,12 @@ ANYWHERE = Place()
 
 class _Job(Running):
     def __init__(
-        self, sample: RolloutSample, metadata: Metadata, told: Told | None = None, place: Place = ANYWHERE
+        self, sample: RolloutSample, metadata: Metadata, on_progress: OnProgress | None = None, place: Place = ANYWHERE
     ) -> None:
         super().__init__(metadata)
         self.sample = sample
         self.place = place
-        self.told = told
+        self.on_progress = on_progress
         self.progress = Progress(sample)
 
 
@@ -236,7 +236,7 @@ class AsyncRollout:
         timeout_s: float = GENERATE_S,
         credentials: Credentials = None,
         place: Place = ANYWHERE,
-        told: Told | None = None,
+        told: OnProgress | None = None,
     ) -> RolloutSample:
         """Generate a sample of :func:`rlctl.rollout.continuation.begin` to its end, and return the sample.
 
@@ -391,7 +391,7 @@ class AsyncRollout:
         cause = "the coordinator sent no view of the fleet"
         try:
             async with asyncio.timeout_at(deadline):
-                await self._lines.view.known()
+                await self._lines.view.reported()
                 cause = f"there was no place among max_inflight_samples={self._most}"
                 return self._places is not None and await self._places.acquire()
         except TimeoutError:
@@ -464,9 +464,9 @@ class AsyncRollout:
                 async for response in parts:
                     attempt.answered()
                     job.progress.take(response)
-                    if job.told is not None:
+                    if job.on_progress is not None:
                         for part in response.samples:
-                            job.told(job.progress, part)
+                            job.on_progress(job.progress, part)
                     if job.progress.finished and not any(s.HasField("finish_reason") for s in response.samples):
                         return None  # a stop string across the cut, unknown to the engine
         except RlctlError as error:

@@ -143,7 +143,7 @@ class AsyncFleet(AsyncAdmin):
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await self._lines.view.known()
+                await self._lines.view.reported()
         except TimeoutError:
             raise Reason.DEADLINE_EXCEEDED.error(
                 f"the coordinator has not reported the fleet within {timeout_s:g} s"

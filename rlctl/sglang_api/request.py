@@ -47,7 +47,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """A prompt of a call.
 
     Attributes:
@@ -79,7 +79,7 @@ class Asking:
         unknown: names of unknown fields.
     """
 
-    prompts: Sequence[Asked]
+    prompts: Sequence[PromptRequest]
     listed: bool
     stream: bool
     unknown: Sequence[str] = ()
@@ -114,7 +114,7 @@ def read(
             raise Reason.FIELD_INVALID.error("rid must be a non-empty text", field="rid")
         if rid and batch and not isinstance(body["rid"], list):
             rid = f"{rid}_{index}"
-        entries.append(_asked(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
+        entries.append(_prompt_request(body, name, prompt, fields, rid or uuid.uuid4().hex, words, unknown))
         check_samples(entries[-1].request.sampling_params)
         size = entries[-1].request.ByteSize()
         total_bytes += size * entries[-1].samples
@@ -166,7 +166,7 @@ def _fields_of(body: Mapping[str, Any], index: int, size: int | None) -> dict[st
     return fields
 
 
-def _asked(
+def _prompt_request(
     body: Mapping[str, Any],
     name: str,
     prompt: Any,
@@ -174,7 +174,7 @@ def _asked(
     rid: str,
     words: Words,
     unknown: list[str],
-) -> Asked:
+) -> PromptRequest:
     sampling = fields["sampling_params"]
     if sampling is None:
         sampling = {}
@@ -196,19 +196,19 @@ def _asked(
             assign(request, "logprob_start_len", start, "logprob_start_len")
     extra = {key: sampling[key] for key in sorted(words.sampling) if sampling.get(key) is not None}
     other_fields = {key: body[key] for key in sorted(words.fields) if body.get(key) is not None}
-    return Asked(rid, request, extra, other_fields, _flag(body, "return_prompt_token_ids"))
+    return PromptRequest(rid, request, extra, other_fields, _flag(body, "return_prompt_token_ids"))
 
 
-def _sampling(given: Mapping[str, Any]) -> SamplingParams:
+def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
     params = SamplingParams()
     for name, parameter in _SAMPLING.items():
-        value = given.get(name)
+        value = fields.get(name)
         if value is None:
             continue
         if name == "stop" and isinstance(value, str):
             value = [value]
         assign(params, parameter, value, f"sampling_params.{name}")
-    if given.get("n") is not None and params.n < 1:
+    if fields.get("n") is not None and params.n < 1:
         raise Reason.FIELD_INVALID.error("n is 0; it must be 1 or more", field="sampling_params.n")
     return params
 
@@ -250,20 +250,24 @@ def _made(kind: Any, name: str, value: Any, field_: str) -> Any:
         raise Reason.FIELD_INVALID.error(f"{field_} has a value that is no token id", field=field_) from None
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = of_kind(given.get(name), bool)
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = of_kind(fields.get(name), bool)
     if value is not None and not isinstance(value, bool):
         raise Reason.FIELD_INVALID.error(f"{value!r} is neither true nor false", field=name)
     return bool(value)
 
 
 def _unknown(
-    given: Mapping[str, Any], known: frozenset[str], without: Mapping[str, tuple[Any, ...]], where: str, words: Words
+    fields: Mapping[str, Any],
+    supported: frozenset[str],
+    without: Mapping[str, tuple[Any, ...]],
+    where: str,
+    words: Words,
 ) -> list[str]:
     """Return the unknown fields. Raises FIELD_INVALID if ``words`` is strict, UNSUPPORTED."""
     unknown = []
-    for name, value in given.items():
-        if name in known:
+    for name, value in fields.items():
+        if name in supported:
             continue
         if name not in without:
             if words.strict:

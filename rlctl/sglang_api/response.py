@@ -30,7 +30,7 @@ class Reply:
         self._input_top: list[list[Entry] | None] = []
         self._spans: list[dict[str, Any]] = []
 
-    def told(
+    def body(
         self, text: str, prompt: Sequence[int], *, prompt_tokens: int, cached: int, version: int | str | None
     ) -> dict[str, Any]:
         """Return the reply with all output so far."""

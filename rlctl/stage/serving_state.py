@@ -29,7 +29,7 @@ class Serving(NamedTuple):
         lease_until: end of the serving lease, on the clock's ``uptime``.
         obstacle: reason to serve nothing although the stage answers, or None.
         adapters: version by name of the servable adapters.
-        held: names of the adapters at the ranks.
+        loaded_adapters: names of the adapters at the ranks.
         awaited: names of the adapters that the fleet serves, here or elsewhere.
         spoiling: verb under way that removes what ranks need to generate, or "".
         closed_adapter: adapter that an update is about to replace and that takes no new request, or "".
@@ -47,7 +47,7 @@ class Serving(NamedTuple):
     lease_until: float
     obstacle: RlctlError | None
     adapters: Mapping[str, str]
-    held: frozenset[str]
+    loaded_adapters: frozenset[str]
     awaited: frozenset[str]
     spoiling: str
     closed_adapter: str = ""
@@ -93,7 +93,7 @@ class Serving(NamedTuple):
     def _refuse_adapter(self, adapter: str) -> None:
         if adapter in self.withheld_adapters:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is about to pause adapter {adapter!r}")
-        if adapter in self.held and adapter in self.awaited:
+        if adapter in self.loaded_adapters and adapter in self.awaited:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} holds adapter {adapter!r} at another version")
         adapter_names = ", ".join(sorted(self.adapters)) or "none"
         raise Reason.ADAPTER_NOT_FOUND.error(
@@ -112,7 +112,7 @@ class Serving(NamedTuple):
             name = StageState.Name(self.state).removeprefix("STAGE_STATE_")
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} is {name}", metadata={"state": name})
         # Between the publication of a version and the commit here, the engine generates nothing with the adapter.
-        replaced = self.sealed and adapter == self.closed_adapter and adapter in self.held
+        replaced = self.sealed and adapter == self.closed_adapter and adapter in self.loaded_adapters
         if adapter and adapter not in self.adapters and not replaced and self.state != STAGE_STATE_UPDATING:
             raise Reason.STAGE_NOT_SERVING.error(f"{self.slot} serves adapter {adapter!r} no more")
         self._refuse_without_lease(clock)

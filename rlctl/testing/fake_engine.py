@@ -98,9 +98,9 @@ class Steps:
         return self.number
 
 
-def known_options(given: Mapping[str, str]) -> KnownOptions:
+def known_options(settings: Mapping[str, str]) -> KnownOptions:
     """Return the settings by name."""
-    del given
+    del settings
     return KnownOptions(frozenset({"pace", "opaque"}), origin="the fake engine")
 
 
@@ -123,7 +123,7 @@ class FakeEngine(Engine):
         self._pace = float(config.options.get("pace", "0.001"))
         self._delay = float(config.options.get("delay", "0"))
         self._opaque = config.options.get("opaque", "")
-        self.taken: list[str] | None = None
+        self.received_names: list[str] | None = None
         self._key = b""
         self._paused: int | None = None
         self._running: dict[str, asyncio.Event] = {}
@@ -319,7 +319,7 @@ class FakeEngine(Engine):
         self._update, self._written, self._sealed = call.update_id, False, False
         self._full = request.kind != verbs.UPDATE_KIND_DELTA
         self._shadow = None if not staged else "" if self._full else self.weights
-        self.taken, self._key = ([] if request.digest_received else None), request.digest_key
+        self.received_names, self._key = ([] if request.digest_received else None), request.digest_key
         return verbs.WeightsReport()
 
     def _refuse_active(self) -> None:
@@ -379,8 +379,8 @@ class FakeEngine(Engine):
             outcome = OUTCOME_DIRTY if self._written else OUTCOME_REJECTED
             raise Reason.GROUP_FAILED.error("the receive was interrupted", outcome=outcome)
         self._take_in(",".join(names))
-        if self.taken is not None:
-            self.taken += names
+        if self.received_names is not None:
+            self.received_names += names
         return verbs.WeightsReport(tensors=len(names))
 
     async def commit_update(
@@ -445,7 +445,7 @@ class FakeEngine(Engine):
         self._released_adapter.set()
 
     def _completed(self) -> verbs.WeightsReport:
-        digest = "" if self.taken is None else _digest(",".join(self.taken), self._key)
+        digest = "" if self.received_names is None else _digest(",".join(self.received_names), self._key)
         return verbs.WeightsReport(tensors=1, received_digest=digest)
 
     async def abort_update(self, request: verbs.AbortUpdateRequest, call: Call) -> None:

@@ -63,7 +63,7 @@ class Problems:
     """
 
     source: str
-    found: list[Problem] = field(default_factory=list)
+    entries: list[Problem] = field(default_factory=list)
     _seen: set[Problem] = field(default_factory=set)
 
     def add(self, line: int, key: str, message: str, *, warning: bool = False, source: str = "") -> None:
@@ -71,7 +71,7 @@ class Problems:
         problem = Problem(source or self.source, line, _cut(key), _cut(message), warning)
         if problem not in self._seen:
             self._seen.add(problem)
-            self.found.append(problem)
+            self.entries.append(problem)
 
     @property
     def errors(self) -> list[Problem]:
@@ -80,7 +80,7 @@ class Problems:
 
     def in_order(self) -> list[Problem]:
         """Return all problems, by line."""
-        return sorted(self.found, key=lambda problem: problem.line)
+        return sorted(self.entries, key=lambda problem: problem.line)
 
     def refuse(self) -> None:
         """Raise TOPOLOGY_INVALID with every error, if the problems include errors."""
@@ -101,7 +101,7 @@ def invalid(errors: list[Problem]) -> RlctlError:
     return Reason.TOPOLOGY_INVALID.error(message, field=errors[0].key, metadata=metadata)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return "; did you mean 'x'?", or "" if no known word is similar."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

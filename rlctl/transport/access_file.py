@@ -183,11 +183,11 @@ class AccessFile:
 
     def expiry(self, token: str) -> str:
         """Return when a token of the file has expired, as a text; "": the file has no such token."""
-        principal, found = self._by_hash.get(hash_of(token), (None, None))
-        if principal is None or found is None or found.expires is None:
+        principal, entry = self._by_hash.get(hash_of(token), (None, None))
+        if principal is None or entry is None or entry.expires is None:
             return ""
-        expired, now = _written(found.expires), _written(time.time())
-        return f"the token {found.id} of {principal.name} expired at {expired}, and the server's clock says {now}"
+        expired, now = _written(entry.expires), _written(time.time())
+        return f"the token {entry.id} of {principal.name} expired at {expired}, and the server's clock says {now}"
 
     def of_certificate(self, uri: str) -> Principal | None:
         self.refresh()

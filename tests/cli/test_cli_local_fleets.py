@@ -111,14 +111,14 @@ def test_an_endpoint_that_is_set_comes_first(monkeypatch: pytest.MonkeyPatch) ->
     up("lab", "127.0.0.1:7")
     settings = Settings()
     assert settings.endpoint == "127.0.0.1:7"
-    assert settings.fleet_choice.found is not None
+    assert settings.fleet_choice.fleet is not None
     config_file().parent.mkdir(parents=True)
     config_file().write_text("current: far\ncontexts: {far: {endpoint: far:3}}")
     settings = Settings()
     assert settings.endpoint == "far:3"
     settings.flags["endpoint"] = "flag:2"  # of the option, or else of the environment
     assert settings.endpoint == "flag:2"
-    assert settings.fleet_choice.found is None
+    assert settings.fleet_choice.fleet is None
 
 
 def test_several_fleets_that_are_up_are_listed_with_how_to_choose(cli: Cli) -> None:

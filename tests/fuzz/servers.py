@@ -81,7 +81,7 @@ async def data_ports(token: str | None, access_file: str) -> AsyncIterator[list[
         lease_until=float("inf"),
         obstacle=None,
         adapters={},
-        held=frozenset(),
+        loaded_adapters=frozenset(),
         awaited=frozenset(),
         spoiling="",
     )

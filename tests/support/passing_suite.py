@@ -144,7 +144,7 @@ class Gate:
             lease_until=float("inf"),
             obstacle=None,
             adapters={},
-            held=frozenset(),
+            loaded_adapters=frozenset(),
             awaited=frozenset(),
             spoiling="",
         )

@@ -17,7 +17,7 @@ READY = Serving(
     lease_until=float("inf"),
     obstacle=None,
     adapters=MappingProxyType({"math": "1"}),
-    held=frozenset({"math"}),
+    loaded_adapters=frozenset({"math"}),
     awaited=frozenset(),
     spoiling="",
 )

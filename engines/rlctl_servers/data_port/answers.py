@@ -38,18 +38,18 @@ class Labels:
         """
         return _NAMED.sub(self._named, data)
 
-    def _named(self, found: re.Match[bytes]) -> bytes:
-        key, text = found[1].decode(), orjson.loads(found[3])
+    def _named(self, match: re.Match[bytes]) -> bytes:
+        key, text = match[1].decode(), orjson.loads(match[3])
         name: Any
         if key not in ("weight_version", "version"):
             name = self._names.get(text, text)
         elif not self._versions:
-            return found[0]
+            return match[0]
         elif self._stamps.version(text) is None and (not self._strict or (key == "version" and not Stamps.ours(text))):
-            return found[0]  # unknown, or no version of weights
+            return match[0]  # unknown, or no version of weights
         else:
             name = self._stamps.version_since(text, self._since).label
-        return found[0] if name == text else b'"%b":%b%b' % (found[1], found[2], orjson.dumps(name))
+        return match[0] if name == text else b'"%b":%b%b' % (match[1], match[2], orjson.dumps(name))
 
 
 class Relabelling:

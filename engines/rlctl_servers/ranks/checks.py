@@ -23,33 +23,35 @@ def refuse_check(request: v.CheckWeightsRequest) -> None:
         raise Reason.UNSUPPORTED.error("the digests of the model are over all tensors", field="skip_tensors")
 
 
-def checksum(request: v.CheckWeightsRequest, held: ShardMap, exchange: Exchange, *, first_rank: bool) -> v.CheckReport:
+def checksum(
+    request: v.CheckWeightsRequest, shards: ShardMap, exchange: Exchange, *, first_rank: bool
+) -> v.CheckReport:
     """Digest the rank's parts and, together with the other ranks, the model. Raises an error of any rank."""
     report = v.CheckReport(action=v.CHECK_ACTION_CHECKSUM)
     full_digests: dict[str, str] = {}
     key = request.digest_key
     if key or (not request.skip_tensors and (request.model_digest or not request.HasField("model_digest"))):
-        result = model_digest(held, exchange, key=key)
+        result = model_digest(shards, exchange, key=key)
         report.model_digest = result.digest
         report.inconsistent.extend(result.inconsistent)
         full_digests = {name: digest for name, digest in result.every.items() if name not in result.inconsistent}
         if request.fingerprints:
-            report.difference.CopyFrom(agreed(exchange, partial(difference, held, result, request.fingerprints, key)))
+            report.difference.CopyFrom(agreed(exchange, partial(difference, shards, result, request.fingerprints, key)))
         if request.per_tensor and first_rank:
-            report.model_tensors.extend(_listed(held, result.every))
+            report.model_tensors.extend(_listed(shards, result.every))
     if key:
-        report.tensor_count = len(held.shards)
+        report.tensor_count = len(shards.shards)
         return report
-    parts = agreed(exchange, partial(_digests_of_parts, held, full_digests, request.skip_tensors))
+    parts = agreed(exchange, partial(_digests_of_parts, shards, full_digests, request.skip_tensors))
     report.tensor_count, report.rank_digest = len(parts), combine(parts)
     return report
 
 
-def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[str]) -> dict[str, str]:
+def _digests_of_parts(shards: ShardMap, every: Mapping[str, str], skip: Sequence[str]) -> dict[str, str]:
     """Return hex digests of the rank's own parts, by checkpoint name. ``every``: known digests of full tensors."""
     parts = {
         name: shard
-        for name, shard in held.shards.items()
+        for name, shard in shards.shards.items()
         if shard.local.numel() and not any(fragment in name for fragment in skip)
     }
     complete = {
@@ -59,12 +61,12 @@ def _digests_of_parts(held: ShardMap, every: Mapping[str, str], skip: Sequence[s
     return {**complete, **tensor_digests(cut)}
 
 
-def _listed(held: ShardMap, digests: Mapping[str, str]) -> list[v.TensorDigest]:
+def _listed(shards: ShardMap, digests: Mapping[str, str]) -> list[v.TensorDigest]:
     return [
         v.TensorDigest(
             name=name,
-            dtype=dtype_name(held.shards[name].meta.dtype),
-            shape=v.Shape(dims=held.shards[name].meta.shape),
+            dtype=dtype_name(shards.shards[name].meta.dtype),
+            shape=v.Shape(dims=shards.shards[name].meta.shape),
             sha256=digest,
         )
         for name, digest in sorted(digests.items())

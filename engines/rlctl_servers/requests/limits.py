@@ -109,11 +109,11 @@ def sampling_fields(params: SamplingParams, limits: Limits) -> dict[str, Any]:
 
 
 def engine_fields(
-    request: GenerateRequest, known: Collection[str], known_sampling: Collection[str]
+    request: GenerateRequest, allowed_fields: Collection[str], allowed_sampling: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the server's own fields and its own sampling fields of a request.
 
-    Only ``known`` fields, which cannot contradict or endanger anything, are allowed. Raises FIELD_INVALID for other
+    Only fields, which cannot contradict or endanger anything, are allowed. Raises FIELD_INVALID for other
     fields.
     """
     try:
@@ -122,8 +122,8 @@ def engine_fields(
         raise Reason.FIELD_INVALID.error(str(error), field="engine_fields") from error
     sampling = fields.pop("sampling_params", {})
     for values, allowed, where in (
-        (fields, known, "engine_fields"),
-        (sampling, known_sampling, "engine_fields.sampling_params"),
+        (fields, allowed_fields, "engine_fields"),
+        (sampling, allowed_sampling, "engine_fields.sampling_params"),
     ):
         if not isinstance(values, dict) or (unknown := sorted(values.keys() - set(allowed))):
             cause = f"{', '.join(unknown)} cannot be given" if isinstance(values, dict) else "a JSON object is required"

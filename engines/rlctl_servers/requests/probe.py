@@ -42,7 +42,7 @@ class Turn:
         self._lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def taken(self, call: Call) -> AsyncIterator[None]:
+    async def acquired(self, call: Call) -> AsyncIterator[None]:
         """Hold the turn inside the block. Raises DEADLINE_EXCEEDED, before anything was done."""
         try:
             async with asyncio.timeout_at(call.deadline - LEAVING_S if self._lock.locked() else None):
@@ -101,7 +101,7 @@ class Prober(abc.ABC):
     @contextlib.asynccontextmanager
     async def _computing(self, call: Call) -> AsyncIterator[None]:
         """Let the server compute inside the block."""
-        async with self._turn.taken(call):
+        async with self._turn.acquired(call):
             self._state.refuse_continue(updating=False)
             if not self.stopped:
                 yield

@@ -35,7 +35,7 @@ class SampleStream(Protocol):
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the server's events. Closing the generator ends the sample. Raises the error for the caller."""
 
-    def take(self, told: dict[str, Any]) -> GenerateResponse | None:
+    def take(self, event: dict[str, Any]) -> GenerateResponse | None:
         """Return the new part of an event. The first event of the first sample includes the facts of the prompt."""
 
     @property

@@ -25,7 +25,7 @@ SILENT_S = 90.0
 """Seconds after which a server that accepts connections without an answer is no longer busy but wedged."""
 
 
-async def told_at(product: str, url: str, path: str, api_key: str) -> dict[str, Any]:
+async def read_json(product: str, url: str, path: str, api_key: str) -> dict[str, Any]:
     """Return the JSON object of a server's answer to a GET, or {} for any other answer.
 
     Raises UNREACHABLE, and FIELD_INVALID for an invalid address or a refused key.

@@ -162,9 +162,9 @@ def stage_layout(
     )
 
 
-def check_tags(product: str, tags: Sequence[MemoryTag.ValueType], known: Iterable[MemoryTag.ValueType]) -> None:
+def check_tags(product: str, tags: Sequence[MemoryTag.ValueType], supported: Iterable[MemoryTag.ValueType]) -> None:
     """Raise FIELD_INVALID for a memory region that a server does not have."""
-    known_tags = set(known)
+    known_tags = set(supported)
     for index, tag in enumerate(tags):
         if tag not in known_tags:
             name = MemoryTag.Name(tag).removeprefix("MEMORY_TAG_").lower() if tag in MemoryTag.values() else tag

@@ -44,21 +44,21 @@ class ServerState:
             raise update_open()
 
     def release(
-        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+        self, tags: Sequence[MemoryTag.ValueType], supported: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
         """Return the regions to release, without released regions. Empty ``tags`` stand for all known regions.
 
         Raises FIELD_INVALID for a region that the engine does not have.
         """
-        check_tags(self.product, tags, known)
-        return frozenset(tags or known) - self.released
+        check_tags(self.product, tags, supported)
+        return frozenset(tags or supported) - self.released
 
     def resume(
-        self, tags: Sequence[MemoryTag.ValueType], known: Collection[MemoryTag.ValueType]
+        self, tags: Sequence[MemoryTag.ValueType], supported: Collection[MemoryTag.ValueType]
     ) -> frozenset[MemoryTag.ValueType]:
         """Return the released regions to resume: some servers end at any other region. Raises as :meth:`release`."""
-        check_tags(self.product, tags, known)
-        return frozenset(tags or known) & self.released
+        check_tags(self.product, tags, supported)
+        return frozenset(tags or supported) & self.released
 
     def memory_report(self, *, keeps_weights: bool) -> MemoryReport:
         """Return the released regions. ``keeps_weights``: released weights keep their content."""

@@ -77,7 +77,7 @@ class OpenUpdate:
     """The open update.
 
     Attributes:
-        taken: tensors have arrived, or may have.
+        received: tensors have arrived, or may have.
         loaded: a checkpoint was loaded.
         dirty: weights may have been written.
         selector: the models of the update.
@@ -88,7 +88,7 @@ class OpenUpdate:
     update_id: str
     staged: bool = False
     selector: WeightSelector.ValueType = WEIGHT_SELECTOR_UNSPECIFIED
-    taken: bool = False
+    received: bool = False
     loaded: bool = False
     dirty: bool = False
     report: WeightsReport = field(default_factory=WeightsReport)
@@ -244,7 +244,7 @@ class Updates:
             WEIGHT_SELECTOR_ALL,
         }:
             raise Reason.UNSUPPORTED.error(f"from disk {self._product} loads both models", field="options.selector")
-        if update.taken:
+        if update.received:
             raise Reason.ILLEGAL_STATE.error(
                 f"this update has received tensors; {self._product} loads checkpoints in updates of their own"
             )
@@ -345,11 +345,11 @@ class Updates:
             if update.staged:
                 raise _spared(error) from error
             if error.outcome in (OUTCOME_DIRTY, OUTCOME_UNKNOWN):
-                update.taken = update.dirty = True
+                update.received = update.dirty = True
             raise
         finally:
             self._idle.set()
-        update.taken = True
+        update.received = True
         update.dirty |= not update.staged
         return self._each(reports)
 

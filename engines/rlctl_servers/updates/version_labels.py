@@ -80,12 +80,12 @@ class Stamps:
             )
         return version
 
-    def spans(self, sample: Sample, told: Iterable[Mapping[str, Any]], since: WeightVersion) -> None:
-        """Record the versions of a sample's spans. ``told``: the server's spans with version, start and end.
+    def spans(self, sample: Sample, server_spans: Iterable[Mapping[str, Any]], since: WeightVersion) -> None:
+        """Record the versions of a sample's spans. ``server_spans`` have version, start and end.
 
         ``since``: version of the server when the sample began. Raises as :meth:`version_since`.
         """
-        for span in told:
+        for span in server_spans:
             if span["end"] <= span["start"]:
                 continue
             version = self.version_since(str(span["version"]), since)

@@ -95,7 +95,7 @@ class _Unpinned:
         attribute = getattr(self._torch, name)
         if name not in ("arange", "empty", "tensor", "zeros"):
             return attribute
-        return lambda *given, pin_memory=False, **named: attribute(*given, **named)  # noqa: ARG005
+        return lambda *args, pin_memory=False, **named: attribute(*args, **named)  # noqa: ARG005
 
 
 def _without_pinning(module: types.ModuleType) -> None:
@@ -108,8 +108,8 @@ def _in_host_memory(module: types.ModuleType) -> None:
     """Declare KV entries as host memory, where SGLang declares GPU memory."""
     make = module.nixl_agent.__init__
 
-    def begin(agent: Any, *given: Any, **named: Any) -> None:
-        make(agent, *given, **named)
+    def begin(agent: Any, *args: Any, **named: Any) -> None:
+        make(agent, *args, **named)
         agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
 
     module.nixl_agent.__init__ = begin

@@ -78,14 +78,14 @@ _WHY = {
 }
 
 
-async def checkpoint_at(url: str, given: Mapping[str, str]) -> str:
+async def checkpoint_at(url: str, settings: Mapping[str, str]) -> str:
     """Return the checkpoint of a diffusion server at a URL; see :func:`rlctl.engine.recognise`."""
-    info = await server.told_at(PRODUCT, url, "/model_info", options_.key(given, "api_key_file"))
+    info = await server.read_json(PRODUCT, url, "/model_info", options_.key(settings, "api_key_file"))
     return str(info.get("model_path", "")) if info.get("model_type") == DIFFUSION else ""
 
 
-def known_options(given: Mapping[str, str]) -> KnownOptions:
-    del given
+def known_options(settings: Mapping[str, str]) -> KnownOptions:
+    del settings
     return KnownOptions(frozenset(_OPTIONS), origin=PRODUCT)
 
 
@@ -587,9 +587,9 @@ class DiffusionEngine(Engine):
         }
 
     @staticmethod
-    def _digest(held: Mapping[str, Sums]) -> str:
+    def _digest(sums_by_module: Mapping[str, Sums]) -> str:
         """Return the model digest of the modules together, hex."""
-        return combine({name: sha256 for sums in held.values() for name, sha256 in sums.digests.items()})
+        return combine({name: sha256 for sums in sums_by_module.values() for name, sha256 in sums.digests.items()})
 
     async def _vetted(
         self, path: str, load_format: str, target_modules: Sequence[str], call: Call

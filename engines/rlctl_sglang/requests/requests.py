@@ -154,27 +154,27 @@ class _Reading:
         except RlctlError as error:
             raise _typed(error) from error
 
-    def take(self, told: dict[str, Any]) -> GenerateResponse:
+    def take(self, event: dict[str, Any]) -> GenerateResponse:
         """Return the new part of an event. The first event of the first sample includes the facts of the prompt."""
-        if "meta_info" not in told:
-            raise _refused(Answer(400, told).message, 400)
-        finish = told["meta_info"].get("finish_reason")
+        if "meta_info" not in event:
+            raise _refused(Answer(400, event).message, 400)
+        finish = event["meta_info"].get("finish_reason")
         if finish and finish.get("type") == "abort" and not self._tokens and has_grammar(self._request):
             # Aborted while its grammar was compiled: SGLang then computes a prompt and a token of no request.
             self._over = True
             return GenerateResponse(samples=[Sample(index=self._index, finish_reason=_finish(finish))])
-        response = GenerateResponse(samples=[self._sample(told)])
+        response = GenerateResponse(samples=[self._sample(event)])
         if self._head:
             self._head = False
-            _head(response, told, self._request)
+            _head(response, event, self._request)
         return response
 
-    def _sample(self, told: dict[str, Any]) -> Sample:
-        meta = told["meta_info"]
+    def _sample(self, event: dict[str, Any]) -> Sample:
+        meta = event["meta_info"]
         count = int(meta.get("completion_tokens") or 0)
         new_count = max(count - self._tokens, 0)
-        ids = list(told.get("output_ids") or ())[-new_count:] if new_count else []
-        text = told.get("text") or ""
+        ids = list(event.get("output_ids") or ())[-new_count:] if new_count else []
+        text = event.get("text") or ""
         if not self._native.incremental:
             text, self._text = text[self._text :], max(self._text, len(text))
         sample = Sample(
@@ -214,12 +214,12 @@ class _Reading:
                 self._meta[name] = value
 
 
-def _head(response: GenerateResponse, told: dict[str, Any], request: GenerateRequest) -> None:
+def _head(response: GenerateResponse, event: dict[str, Any], request: GenerateRequest) -> None:
     """Add the facts of the prompt to the first response."""
-    meta = told["meta_info"]
+    meta = event["meta_info"]
     response.prompt_tokens = int(meta.get("prompt_tokens") or 0)
     text = request.WhichOneof("prompt") == "text"
-    ids = list(told.get("prompt_token_ids") or ()) if text else list(request.input_ids.ids)
+    ids = list(event.get("prompt_token_ids") or ()) if text else list(request.input_ids.ids)
     if text:
         response.prompt_ids.extend(ids)
     if request.HasField("logprob_start_len") and request.logprob_start_len >= 0:
@@ -240,21 +240,21 @@ def _logprobs(tokens: Sequence[Any], tops: Sequence[Any]) -> list[TokenLogprob]:
     return entries
 
 
-def _finish(told: dict[str, Any]) -> FinishReason:
-    if told.get("type") not in _FINISH:
-        raise Reason.ENGINE_FAILED.error(f"SGLang ended the sample for a reason that is not known: {told}")
-    status, message = told.get("status_code"), str(told.get("message") or "")
-    if told["type"] == "abort" and status and _ABORTED not in message:
+def _finish(finish: dict[str, Any]) -> FinishReason:
+    if finish.get("type") not in _FINISH:
+        raise Reason.ENGINE_FAILED.error(f"SGLang ended the sample for a reason that is not known: {finish}")
+    status, message = finish.get("status_code"), str(finish.get("message") or "")
+    if finish["type"] == "abort" and status and _ABORTED not in message:
         if _HANDOVER in message:
             raise Reason.HANDOVER_FAILED.error(f"SGLang: {message}")
         raise _refused(message, int(status))
-    reason = FinishReason(type=_FINISH[told["type"]])
-    matched = told.get("matched")
+    reason = FinishReason(type=_FINISH[finish["type"]])
+    matched = finish.get("matched")
     if isinstance(matched, int):
         reason.matched_token = matched
     elif isinstance(matched, str):
         reason.matched_string = matched
-    if told["type"] == "abort":
+    if finish["type"] == "abort":
         reason.message = message
     return reason
 

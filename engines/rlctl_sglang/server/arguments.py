@@ -29,14 +29,14 @@ _INSTEAD = {
 }
 
 
-def known_options(given: Mapping[str, str]) -> KnownOptions | None:
-    """Return the settings of the SGLang at ``given["python"]``, else in the environment; None: no SGLang is there."""
+def known_options(settings: Mapping[str, str]) -> KnownOptions | None:
+    """Return the settings of the SGLang of ``settings["python"]``, else of the environment; None without an SGLang."""
     try:
-        python = interpreter(Options(python=given.get("python", "")))
+        python = interpreter(Options(python=settings.get("python", "")))
     except RlctlError:
         return None
     options = _of_installation(python)
-    frozen = {keeper.name: keeper.reason for keeper in keepers_in(KEEPERS, given)}
+    frozen = {keeper.name: keeper.reason for keeper in keepers_in(KEEPERS, settings)}
     return replace(options, frozen=frozen) if options else None
 
 

@@ -311,9 +311,9 @@ async def ask(
     return replace(facts, unsupported=unsupported)
 
 
-def loads(told: Mapping[str, Any]) -> Loads:
+def loads(answer: Mapping[str, Any]) -> Loads:
     """Return the running and queued load, summed over data-parallel ranks."""
-    ranks = told.get("loads") or []
+    ranks = answer.get("loads") or []
 
     def total(name: str) -> int:
         return sum(int(rank.get(name) or 0) for rank in ranks)

@@ -51,7 +51,7 @@ async def release(
     ranks: Ranks | None,
     state: State,
     tags: Sequence[MemoryTag.ValueType],
-    known: Collection[MemoryTag.ValueType],
+    supported: Collection[MemoryTag.ValueType],
     call: Call,
     *,
     active: int,
@@ -64,7 +64,7 @@ async def release(
     which the pause of a pair's server would end. ``keeps_weights``: the server keeps the content of its weights.
     """
     own = own_pause(control, state)
-    regions = state.release(tags, known)
+    regions = state.release(tags, supported)
     if regions:
         if state.paired and active and not state.stopped:
             raise Reason.MEMORY_NOT_RELEASABLE.error(f"{active} requests are active; pause first")
@@ -93,7 +93,7 @@ async def resume(
     ranks: Ranks | None,
     state: State,
     tags: Sequence[MemoryTag.ValueType],
-    known: Collection[MemoryTag.ValueType],
+    supported: Collection[MemoryTag.ValueType],
     call: Call,
     *,
     keeps_weights: bool,
@@ -102,7 +102,7 @@ async def resume(
 
     ``ranks`` and errors as in :func:`release`.
     """
-    regions = state.resume(tags, known)
+    regions = state.resume(tags, supported)
     if regions:
         await control.must("/resume_memory_occupation", {"tags": _names(regions)}, call=call)
         state.released -= regions

@@ -21,7 +21,7 @@ DIFFUSION = "diffusion"
 
 async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
     """Return the checkpoint of an SGLang server at a URL; see :func:`rlctl.engine.recognise`."""
-    info = await server.told_at(PRODUCT, url, "/model_info", key(options, "api_key_file"))
+    info = await server.read_json(PRODUCT, url, "/model_info", key(options, "api_key_file"))
     return "" if info.get("model_type") == DIFFUSION else str(info.get("model_path", ""))
 
 

@@ -91,7 +91,7 @@ class Adapters(adapters.Adapters):
     async def _refuse_others(self, path: str, ranks: Ranks, call: Call) -> None:
         """Raise CHECKPOINT_MISMATCH if a rank finds other files at the path than this host has."""
         here = await asyncio.to_thread(adapter_files.report, path)
-        others = [rank for rank, found in enumerate(await ranks.adapter_files(path, call)) if found != here]
+        others = [rank for rank, files in enumerate(await ranks.adapter_files(path, call)) if files != here]
         if others:
             raise Reason.CHECKPOINT_MISMATCH.error(
                 f"the host of rank {', '.join(map(str, others))} has another adapter at {path}",

@@ -43,14 +43,14 @@ class Room:
     """One request at the prefill engine. All methods except :meth:`offer` belong to the event loop.
 
     Attributes:
-        asked: set once a decode engine has sent the number of the room.
-        left: set once that decode engine has disconnected. The entries are taken or not needed.
+        claimed: set once a decode engine has sent the number of the room.
+        departed: set once that decode engine has disconnected. The entries are taken or not needed.
     """
 
     def __init__(self, number: int, model: str, adapter: str) -> None:
         self.number = number
-        self.asked = asyncio.Event()
-        self.left = asyncio.Event()
+        self.claimed = asyncio.Event()
+        self.departed = asyncio.Event()
         self._model = model
         self._adapter = adapter
         self._loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class Rooms:
                 await self._tell(room, reader, writer)
             finally:
                 if room is not None:
-                    room.left.set()
+                    room.departed.set()
                 writer.close()
 
     async def _find(self, number: int) -> Room | None:
@@ -154,9 +154,9 @@ class Rooms:
         async with self._opened:
             await self._opened.wait_for(lambda: number in self._rooms)
         room = self._rooms[number]
-        if room.asked.is_set():
+        if room.claimed.is_set():
             return None
-        room.asked.set()
+        room.claimed.set()
         return room
 
     async def _tell(self, room: Room, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,13 +177,13 @@ class Rooms:
 class Coming:
     """KV entries that have arrived for a request, until every sample has taken the entries."""
 
-    def __init__(self, handover: KvHandover, model: str, adapter: str, taken: Callable[[], None]) -> None:
-        """``taken`` is called, on any thread, when every sample has taken the entries or needs no entries."""
+    def __init__(self, handover: KvHandover, model: str, adapter: str, on_received: Callable[[], None]) -> None:
+        """``on_received`` is called, on any thread, when every sample has taken the entries or needs no entries."""
         self._handover = handover
         self._named = model, adapter
         self._until = time.monotonic() + min((seconds(segment.lease) for segment in handover.segments), default=0.0)
         self._left = 0
-        self._taken = taken
+        self._on_received = on_received
 
     @property
     def tokens(self) -> int:
@@ -226,7 +226,7 @@ class Coming:
         """Count a sample that has taken the entries or needs no entries."""
         self._left -= 1
         if self._left == 0:
-            self._taken()
+            self._on_received()
 
 
 @contextlib.asynccontextmanager

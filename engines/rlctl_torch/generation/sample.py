@@ -29,7 +29,7 @@ class Sample:
         scores: log probabilities of the prompt's tokens so far, in the sample that scores the prompt.
         adapter: name of the adapter, or "".
         gives: room in which a decode engine asks for the prompt's KV entries, or None.
-        given: these entries lie in shared memory.
+        shared: these entries lie in shared memory.
         comes: KV entries of a prefill engine with which the sample starts, or None.
     """
 
@@ -48,7 +48,7 @@ class Sample:
     ) -> None:
         self.stream = stream
         self.gives = gives
-        self.given = False
+        self.shared = False
         self.comes: Coming | None = None
         self.adapter = adapter
         self.index = index

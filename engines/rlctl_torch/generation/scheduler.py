@@ -500,7 +500,7 @@ class Scheduler:
             self._lent.discard(room.number)
             self._refuse(sample.stream, error)
             return
-        sample.given = True
+        sample.shared = True
         room.offer(sample.tokens, sample.kv_version, self._adapter_version(sample), segments)
         if sample.row >= 0:
             self._give_up(sample)
@@ -522,7 +522,7 @@ class Scheduler:
             self._give_up(sample)
         elif sample in self._waiting:
             self._waiting.remove(sample)
-        if sample.given and sample.gives is not None and sample.gives.number in self._lent:
+        if sample.shared and sample.gives is not None and sample.gives.number in self._lent:
             self._lent.remove(sample.gives.number)
             self._over.append(sample.gives.number)
         if sample.comes is not None:

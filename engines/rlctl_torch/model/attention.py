@@ -98,10 +98,10 @@ class _Recorded:
         self.shapes: dict[int, LayerShape] = {}
         self.windows: list[tuple[torch.Tensor, int | None]] = []
 
-    def window(self, layer: torch.nn.Module, mask: torch.Tensor | None, said: int | None) -> int | None:
+    def window(self, layer: torch.nn.Module, mask: torch.Tensor | None, layer_window: int | None) -> int | None:
         """Return the number of tokens that a layer with this mask sees; without a mask, the layer's own number."""
         if mask is None:
-            return said
+            return layer_window
         for recorded_mask, window in self.windows:
             if recorded_mask is mask:
                 return window
@@ -230,8 +230,8 @@ def attend(
     return output[None], None
 
 
-def _refuse_unknown(module: torch.nn.Module, is_causal: bool | None, given: Mapping[str, Any]) -> None:
-    unknown = [name for name in _UNSUPPORTED if given.get(name) is not None]
+def _refuse_unknown(module: torch.nn.Module, is_causal: bool | None, arguments: Mapping[str, Any]) -> None:
+    unknown = [name for name in _UNSUPPORTED if arguments.get(name) is not None]
     if unknown or is_causal is False:
         raise _unsupported(module, ", ".join(unknown) or "is_causal=False")
 

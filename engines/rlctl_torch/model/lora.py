@@ -61,21 +61,21 @@ class Adapters:
         self._parts: list[tuple[int, torch.Tensor | None]] = []
 
     def stage(
-        self, info: Adapter, config: AdapterConfig, found: Mapping[str, TensorMeta], *, what: str, field: str
+        self, info: Adapter, config: AdapterConfig, metas: Mapping[str, TensorMeta], *, what: str, field: str
     ) -> LoraAdapter:
-        """Allocate memory for the tensors ``found`` of an adapter. Running requests are not affected.
+        """Allocate memory for the tensors of an adapter. Running requests are not affected.
 
         Raises FIELD_INVALID, UNSUPPORTED, or CHECKPOINT_MISMATCH (unknown layers, or tensors that differ from the
         config's).
         """
         expected, slices = self._expected(config, field)
-        compare(found, expected, what=what)
+        compare(metas, expected, what=what)
         device = self._model.tensors[0].device
         shards = {
             name: Shard(
                 meta, torch.empty(slices[name].shape(meta.shape), dtype=meta.dtype, device=device), slices[name]
             )
-            for name, meta in found.items()
+            for name, meta in metas.items()
         }
         adapter = Adapter()
         adapter.CopyFrom(info)

@@ -381,8 +381,8 @@ def _slice(full: tuple[int, ...], mine: tuple[int, ...], rank: int) -> Slice:
     return Slice(cut[0], rank * mine[cut[0]], mine[cut[0]]) if cut else Slice()
 
 
-def _are_scales(held: torch.Tensor) -> bool:
-    values = held.detach().to(torch.float32)
+def _are_scales(tensor: torch.Tensor) -> bool:
+    values = tensor.detach().to(torch.float32)
     return bool((values.isfinite() & (values > 0)).all())
 
 

@@ -43,14 +43,14 @@ async def prefill(
 
 async def _look_after(room: Room, stream: Stream, scheduler: Scheduler) -> None:
     """End the request when the entries were taken, or when no decode engine is there to take entries."""
-    answer, departure = asyncio.ensure_future(room.answer()), asyncio.ensure_future(room.left.wait())
+    answer, departure = asyncio.ensure_future(room.answer()), asyncio.ensure_future(room.departed.wait())
     try:
         await asyncio.wait({answer, departure}, return_when=asyncio.FIRST_COMPLETED)
         if not room.offered:
             scheduler.drop(stream, "the decode engine has left")
             return
         async with asyncio.timeout(ARRIVAL_S):
-            await room.asked.wait()
+            await room.claimed.wait()
         await departure
         scheduler.hand_over(stream)
     except TimeoutError:

@@ -257,7 +257,7 @@ class _Digesting:
         )
         local_digests = {} if local is None else self._full_here(selected, local)
         with self._council.exchanging() as exchange:
-            result = model_digest(selected, exchange, stop=self.stop, known=local_digests, key=self._key)
+            result = model_digest(selected, exchange, stop=self.stop, known_digests=local_digests, key=self._key)
             if self._request.fingerprints:
                 with self.stop.on_error():
                     report.difference.CopyFrom(difference(selected, result, self._request.fingerprints, self._key))
@@ -299,12 +299,12 @@ def scramble(rank: Rank, skip: Sequence[str]) -> None:
     rank.weights = Weights.MIXED
 
 
-def _compare(report: CheckReport, found: Mapping[str, str], snapshot: Mapping[str, str]) -> None:
-    common = found.keys() & snapshot.keys()
-    report.matched = sum(found[name] == snapshot[name] for name in common)
-    report.changed.extend(sorted(name for name in common if found[name] != snapshot[name]))
-    report.missing.extend(sorted(snapshot.keys() - found.keys()))
-    report.unexpected.extend(sorted(found.keys() - snapshot.keys()))
+def _compare(report: CheckReport, digests: Mapping[str, str], snapshot: Mapping[str, str]) -> None:
+    common = digests.keys() & snapshot.keys()
+    report.matched = sum(digests[name] == snapshot[name] for name in common)
+    report.changed.extend(sorted(name for name in common if digests[name] != snapshot[name]))
+    report.missing.extend(sorted(snapshot.keys() - digests.keys()))
+    report.unexpected.extend(sorted(digests.keys() - snapshot.keys()))
 
 
 def _entry(meta: TensorMeta, digest: str) -> TensorDigest:

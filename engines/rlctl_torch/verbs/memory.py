@@ -97,12 +97,12 @@ class Resume(Action):
             rank.model.kept = None
         return _report(rank, sum(allocated.values()))
 
-    def _take(self, taken: dict[MemoryTag.ValueType, int]) -> None:
+    def _take(self, sizes: dict[MemoryTag.ValueType, int]) -> None:
         rank = self._rank
         shortage = ""
         for tag in sorted(self._tags & rank.released):
             try:
-                taken[tag] = _allocate(rank, tag)
+                sizes[tag] = _allocate(rank, tag)
             except RuntimeError as error:  # CUDA has an error class of its own, the host has not
                 shortage = f"{MemoryTag.Name(tag).removeprefix('MEMORY_TAG_').lower()}: {error}".splitlines()[0]
                 break

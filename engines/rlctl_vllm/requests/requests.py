@@ -80,7 +80,7 @@ class TokensInOut:
         return False
 
     def ends(self, *, heard: bool) -> bool:  # noqa: ARG002 - SGLang's cannot always be
-        """Whether vLLM can be asked to end a sample."""
+        """Whether vLLM can end a sample: always."""
         return True
 
     async def end(self, engine_rids: Sequence[str] | None) -> None:
@@ -167,28 +167,28 @@ class _Reading:
             raise refused(answer.message, answer.status)
         yield answer.body
 
-    def take(self, told: dict[str, Any]) -> GenerateResponse | None:
+    def take(self, event: dict[str, Any]) -> GenerateResponse | None:
         """Return the new output. The last tokens of a sample are held back until their counts have come."""
-        if "choices" not in told:
-            error = told.get("error") or {}
+        if "choices" not in event:
+            error = event.get("error") or {}
             raise refused(str(error.get("message")), int(error.get("code") or 500))
         response: GenerateResponse | None = None
-        if told["choices"]:
-            response = GenerateResponse(samples=[self._sample(told["choices"][0])])
+        if event["choices"]:
+            response = GenerateResponse(samples=[self._sample(event["choices"][0])])
             if self._head:
                 self._head = False
-                self._say_of_prompt(response, told)
+                self._say_of_prompt(response, event)
             if response.samples[0].HasField("finish_reason"):
                 self._ended, response = response, None
-                self._words = {name: told["choices"][0].get(name) for name in _OWN}
-        if told.get("usage") and self._ended is not None:
+                self._words = {name: event["choices"][0].get(name) for name in _OWN}
+        if event.get("usage") and self._ended is not None:
             response = self._ended
-            details = told["usage"].get("prompt_tokens_details") or {}
+            details = event["usage"].get("prompt_tokens_details") or {}
             sample = response.samples[0]
             sample.cached_tokens = int(details.get("cached_tokens") or 0)
             self._dialect.stamps.kv_of(sample, self._since)
             if self._request.return_engine_meta:
-                sample.engine_meta.update({**self._words, "usage": told["usage"]})
+                sample.engine_meta.update({**self._words, "usage": event["usage"]})
         return response
 
     def _sample(self, choice: Mapping[str, Any]) -> Sample:
@@ -211,11 +211,11 @@ class _Reading:
                 span.adapter_version = self._adapter_version
         return sample
 
-    def _logprobs(self, ids: Sequence[int], told: Mapping[str, Any] | None) -> list[TokenLogprob]:
-        if not told or not (self._request.return_logprob or self._request.top_logprobs_num):
+    def _logprobs(self, ids: Sequence[int], logprobs: Mapping[str, Any] | None) -> list[TokenLogprob]:
+        if not logprobs or not (self._request.return_logprob or self._request.top_logprobs_num):
             return []
         entries = []
-        for token_id, entry in zip(ids, told["content"], strict=True):
+        for token_id, entry in zip(ids, logprobs["content"], strict=True):
             logprob = TokenLogprob(token_id=token_id, logprob=entry["logprob"])
             if self._request.top_logprobs_num:
                 tops = [(id_of(top), float(top["logprob"])) for top in entry.get("top_logprobs") or ()]
@@ -223,7 +223,7 @@ class _Reading:
             entries.append(logprob)
         return entries
 
-    def _say_of_prompt(self, response: GenerateResponse, told: Mapping[str, Any]) -> None:
+    def _say_of_prompt(self, response: GenerateResponse, event: Mapping[str, Any]) -> None:
         ids = self._body["token_ids"]
         response.prompt_tokens = len(ids)
         if self._request.WhichOneof("prompt") == "text":
@@ -231,7 +231,7 @@ class _Reading:
         start = logprob_start(self._request)
         if start < 0:
             return
-        for token_id, entry in list(zip(ids, told.get("prompt_logprobs") or (), strict=False))[start:]:
+        for token_id, entry in list(zip(ids, event.get("prompt_logprobs") or (), strict=False))[start:]:
             logprob = response.input_logprobs.add(token_id=token_id)
             if entry is None:  # nothing precedes the first token
                 continue

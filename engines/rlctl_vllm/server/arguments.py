@@ -31,14 +31,14 @@ _INSTEAD = {
 }
 
 
-def known_options(given: Mapping[str, str]) -> KnownOptions | None:
-    """Return the settings of the vLLM of ``given["python"]`` (else of the environment), or None if there is no vLLM."""
+def known_options(settings: Mapping[str, str]) -> KnownOptions | None:
+    """Return the settings of the vLLM of ``settings["python"]``, else of the environment; None without a vLLM."""
     try:
-        python = interpreter(Options(python=given.get("python", "")))
+        python = interpreter(Options(python=settings.get("python", "")))
     except RlctlError:
         return None
     options = _of_installation(python)
-    frozen = {keeper.name: keeper.reason for keeper in kept_with(given)}
+    frozen = {keeper.name: keeper.reason for keeper in kept_with(settings)}
     return replace(options, frozen=frozen) if options else None
 
 

@@ -29,7 +29,7 @@ async def release(
     control: Control,
     state: State,
     tags: Sequence[MemoryTag.ValueType],
-    known: Collection[MemoryTag.ValueType],
+    supported: Collection[MemoryTag.ValueType],
     active: int,
     call: Call,
 ) -> MemoryReport:
@@ -38,7 +38,7 @@ async def release(
     Raises MEMORY_NOT_RELEASABLE while requests are active, FIELD_INVALID for regions that vLLM cannot release.
     """
     own = own_pause(control, state)
-    regions = state.release(tags, known)
+    regions = state.release(tags, supported)
     if regions:
         await own.hold(call)
         try:
@@ -63,7 +63,7 @@ async def resume(
     control: Control,
     state: State,
     tags: Sequence[MemoryTag.ValueType],
-    known: Collection[MemoryTag.ValueType],
+    supported: Collection[MemoryTag.ValueType],
     call: Call,
 ) -> MemoryReport:
     """Resume regions that are released; other regions are confirmed.
@@ -71,7 +71,7 @@ async def resume(
     vLLM starts generation again once it has all regions, so the server is paused again. Requests that started meanwhile
     are kept: abort would end them, and drain would wait for them.
     """
-    regions = state.resume(tags, known)
+    regions = state.resume(tags, supported)
     if regions:
         names = "&".join(f"tags={TAGS[tag]}" for tag in sorted(regions))
         await control.must(f"/wake_up?{names}", {}, call=call)

@@ -17,9 +17,9 @@ from rlctl_vllm.server.process import VLLMProcess
 
 async def checkpoint_at(url: str, options: Mapping[str, str]) -> str:
     """Return the checkpoint of a vLLM server, or ""; see :func:`rlctl.engine.recognise`."""
-    if "version" not in await server.told_at(PRODUCT, url, "/version", ""):
+    if "version" not in await server.read_json(PRODUCT, url, "/version", ""):
         return ""
-    models = await server.told_at(PRODUCT, url, "/v1/models", parse_options({**options, "url": url}).api_key)
+    models = await server.read_json(PRODUCT, url, "/v1/models", parse_options({**options, "url": url}).api_key)
     return str(next((model.get("root", "") for model in models.get("data", ())), ""))
 
 

@@ -51,14 +51,14 @@ def kept_by(config: Mapping[str, Any], *, salted: bool = False) -> list[Keeper]:
     return [keeper for keeper in keepers if not (keeper.stores and salted and _is_salted_store(config))]
 
 
-def kept_with(given: Mapping[str, str]) -> list[Keeper]:
+def kept_with(arguments: Mapping[str, str]) -> list[Keeper]:
     """Return the keepers of a server launched with these arguments."""
-    keepers = keepers_in(KEEPERS, given)
+    keepers = keepers_in(KEEPERS, arguments)
     try:
-        transfer = json.loads(given.get("kv_transfer_config", "{}"))
+        transfer = json.loads(arguments.get("kv_transfer_config", "{}"))
     except ValueError:
         return keepers
-    native = given.get("kv_offloading_backend", "native") == "native"
+    native = arguments.get("kv_offloading_backend", "native") == "native"
     if native and isinstance(transfer, dict) and any(keeper.name == "kv_offloading_size" for keeper in keepers):
         transfer["kv_connector"] = "OffloadingConnector"  # vLLM's choice
     salted = _is_salted_store({"kv_transfer_config": transfer})

@@ -14,7 +14,7 @@ from rlctl_servers.requests.limits import refuse_prompt
 
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.sampling import check_samples
-from rlctl.sglang_api.request import Asked, Asking
+from rlctl.sglang_api.request import Asking, PromptRequest
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl_vllm.requests.bodies import MOST_SALT, SALT, bodies
 from rlctl_vllm.requests.requests import LONGEST_S, refused, tokenize
@@ -174,8 +174,12 @@ class Requests:
                 )
         return samples
 
-    def _body(self, asked: Asked, body: dict[str, Any], stream: bool) -> dict[str, Any]:
-        body = {**body, **asked.fields, "sampling_params": {**body["sampling_params"], **asked.sampling}}
+    def _body(self, prompt_request: PromptRequest, body: dict[str, Any], stream: bool) -> dict[str, Any]:
+        body = {
+            **body,
+            **prompt_request.fields,
+            "sampling_params": {**body["sampling_params"], **prompt_request.sampling},
+        }
         if not stream:
             body["stream"] = False
             body.pop("stream_options", None)

@@ -8,7 +8,7 @@ from typing import Any
 from rlctl_servers.requests.limits import logprob_start
 
 from rlctl.contract.errors import Reason
-from rlctl.sglang_api.request import Asked
+from rlctl.sglang_api.request import PromptRequest
 from rlctl.sglang_api.response import Entry, Reply, aborted
 from rlctl_vllm.requests.bodies import scores_only
 from rlctl_vllm.requests.requests import id_in, id_of, most_likely, refused
@@ -52,14 +52,17 @@ class Sample(Reply):
         label: vLLM's label of the weights of the last token; "" while unknown.
     """
 
-    def __init__(self, asked: Asked, rid: str, prompt: Sequence[int], *, driven: bool) -> None:
-        request = asked.request
+    def __init__(self, prompt_request: PromptRequest, rid: str, prompt: Sequence[int], *, driven: bool) -> None:
+        request = prompt_request.request
         super().__init__(
-            rid, logprob=request.return_logprob, tops=bool(request.top_logprobs_num), show_prompt=asked.show_prompt
+            rid,
+            logprob=request.return_logprob,
+            tops=bool(request.top_logprobs_num),
+            show_prompt=prompt_request.show_prompt,
         )
         self.heard = False
         self.label = ""
-        self._asked = asked
+        self._prompt_request = prompt_request
         self._prompt = prompt
         self._driven = driven
         self._scores_only = scores_only(request)
@@ -67,18 +70,18 @@ class Sample(Reply):
         self._text: list[str] = []
         self._cached = 0
 
-    def take(self, told: Mapping[str, Any]) -> None:
+    def take(self, answer: Mapping[str, Any]) -> None:
         """Add an answer of vLLM. Raises vLLM's refusal of the request, and ENGINE_FAILED."""
-        if "choices" not in told:
-            error = told.get("error") or {}
+        if "choices" not in answer:
+            error = answer.get("error") or {}
             raise refused(str(error.get("message")), int(error.get("code") or 500))
         self.heard = True
-        for choice in told["choices"]:
-            prompt = told.get("prompt_logprobs") or choice.get("prompt_logprobs")
+        for choice in answer["choices"]:
+            prompt = answer.get("prompt_logprobs") or choice.get("prompt_logprobs")
             if prompt and not self._input:
                 self._take_prompt(prompt)
             self._take_choice(choice)
-        usage = told.get("usage")
+        usage = answer.get("usage")
         if usage:
             self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
@@ -88,7 +91,7 @@ class Sample(Reply):
 
     def answer(self) -> dict[str, Any]:
         """Return the answer with all output so far."""
-        return self.told(
+        return self.body(
             "".join(self._text),
             self._prompt,
             prompt_tokens=len(self._prompt),
@@ -112,28 +115,28 @@ class Sample(Reply):
         if choice.get("finish_reason") is not None:
             self.finish = self._finish(str(choice["finish_reason"]), choice.get("stop_reason"))
 
-    def _take_logprobs(self, ids: Sequence[int], told: Mapping[str, Any]) -> None:
+    def _take_logprobs(self, ids: Sequence[int], logprobs: Mapping[str, Any]) -> None:
         values: Iterable[float | None]
         tops: Iterable[Iterable[tuple[int, float]]]
-        if "content" in told:
-            content = told["content"]
+        if "content" in logprobs:
+            content = logprobs["content"]
             values = [entry["logprob"] for entry in content]
             tops = ([(id_of(top), top["logprob"]) for top in entry.get("top_logprobs") or ()] for entry in content)
         else:
-            values = told["token_logprobs"]
+            values = logprobs["token_logprobs"]
             tops = (
                 [(id_in(token), value) for token, value in (entry or {}).items()]
-                for entry in told.get("top_logprobs") or ()
+                for entry in logprobs.get("top_logprobs") or ()
             )
         self._logprobs.extend([value, token, None] for value, token in zip(values, ids, strict=True))
         if self._tops:
             self._top.extend(_entries(each, self._tops) for each in tops)
 
-    def _take_prompt(self, told: Sequence[Mapping[str, Any] | None]) -> None:
-        start = logprob_start(self._asked.request)
+    def _take_prompt(self, prompt_logprobs: Sequence[Mapping[str, Any] | None]) -> None:
+        start = logprob_start(self._prompt_request.request)
         if start < 0:
             return
-        for token, entry in list(zip(self._prompt, told, strict=False))[start:]:
+        for token, entry in list(zip(self._prompt, prompt_logprobs, strict=False))[start:]:
             self._input.append([entry[str(token)]["logprob"] if entry else None, token, None])
             tops = ((int(top), value["logprob"]) for top, value in (entry or {}).items())
             self._input_top.append(_entries(tops, self._tops) if entry else None)

@@ -32,16 +32,16 @@ class Registration:
         self._http = Http("the router", router.rstrip("/"))
         self._query = f"?url={quote(url, safe='')}"
         self._url = url
-        self.taken = asyncio.Event()
+        self.registered = asyncio.Event()
         self._by_workers = False
 
     async def keep_telling(self) -> None:
         """Register; a failure is followed by a retry, at growing intervals."""
         wait = FIRST_S
-        while not self.taken.is_set():
+        while not self.registered.is_set():
             failure = await _told(self._join())
             if not failure:
-                self.taken.set()
+                self.registered.set()
                 log.info("registered %s with %s", self._url, self._http.url)
                 return
             log.warning("%s is not registered with %s yet: %s", self._url, self._http.url, failure)
@@ -50,7 +50,7 @@ class Registration:
 
     async def leave(self) -> None:
         """Remove the registration if the router can. Other routers notice by the health of the worker."""
-        if self.taken.is_set() and (failure := await _told(self._leave())):
+        if self.registered.is_set() and (failure := await _told(self._leave())):
             log.info("%s keeps %s until it misses its health: %s", self._http.url, self._url, failure)
         await self._http.close()
 

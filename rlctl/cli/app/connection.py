@@ -46,7 +46,7 @@ def connected(settings: Settings) -> Iterator[Fleet]:
     endpoint = settings.endpoint
     if settings.mutating:
         settings.announce_fleet()
-    probe(endpoint, limit_s, settings.fleet_choice.found)
+    probe(endpoint, limit_s, settings.fleet_choice.fleet)
     from rlctl.sdk.blocking import connect
 
     received.set(valid(os.environ.get(VARIABLE)))

@@ -21,11 +21,11 @@ class FleetChoice:
     """The choice of a command, kept for the whole command.
 
     Attributes:
-        found: the chosen fleet, the only fleet that is up; None for an explicit endpoint or name.
+        fleet: the chosen fleet, the only fleet that is up; None for an explicit endpoint or name.
     """
 
     def __init__(self) -> None:
-        self.found: FleetState | None = None
+        self.fleet: FleetState | None = None
 
     def endpoint(self, explicit: str | None) -> str:
         """Return the address of the coordinator.
@@ -43,7 +43,7 @@ class FleetChoice:
                 f"fleet {fleet.name!r} is still starting: its coordinator does not listen yet",
                 next_step="Try again in a moment.",
             )
-        self.found = fleet
+        self.fleet = fleet
         return fleet.endpoint
 
     def name(self, explicit: str | None, endpoint: str | None) -> str:
@@ -57,8 +57,8 @@ class FleetChoice:
             return explicit
         if endpoint is not None:
             return _name_at(endpoint)
-        self.found = self._only("Name it with --name.", "--name")
-        return self.found.name if self.found is not None else DEFAULT_NAME
+        self.fleet = self._only("Name it with --name.", "--name")
+        return self.fleet.name if self.fleet is not None else DEFAULT_NAME
 
     def certificates(self, endpoint: str) -> str:
         """Return the certificate directory of this machine's fleet at an endpoint; "" for any other endpoint."""
@@ -66,8 +66,8 @@ class FleetChoice:
         return next((str((fleet.deployment or {}).get("tls", "")) for fleet in matches), "")
 
     def _only(self, next_step: str, field: str) -> FleetState | None:
-        if self.found is not None:
-            return self.found
+        if self.fleet is not None:
+            return self.fleet
         fleets = fleet_state.up()
         if len(fleets) > 1:
             raise Reason.FIELD_REQUIRED.error(

@@ -178,7 +178,7 @@ class Settings:
 
         In a machine format the line is printed when the change is ``done``: an error is the only line on stderr.
         """
-        fleet = self.fleet_choice.found
+        fleet = self.fleet_choice.fleet
         if fleet is not None and not self._announced and (done or self.output not in MACHINE_FORMATS):
             self._announced = True
             self.say(f"Fleet {fleet.name} at {fleet.endpoint}, the only fleet up on this machine.")
@@ -205,7 +205,7 @@ class Settings:
         A chosen fleet is named: later the only fleet that is up may be a different fleet.
         """
         words = ["rlctl", *_without(self.arguments, _TARGETING if slots else ("--request-id",))]
-        if self.fleet_choice.found is not None:
+        if self.fleet_choice.fleet is not None:
             words += ["--endpoint", self.endpoint]
         for slot in slots:
             words += ["--slot", slot]

@@ -115,13 +115,13 @@ def gateway(
     admin_api_key_file: str,
     token_file: str,
     metrics: str,
-    **given: Any,
+    **option_values: Any,
 ) -> None:
     """Run an HTTP gateway, with one dialect, in front of a fleet."""
     from rlctl.runtime.server_process import announce
 
     paths = (*middleware_paths, *(path for option_value in slime_paths for path in option_value.split()))
-    settings = {name: given.pop(name) for name in _GENERATION}
+    settings = {name: option_values.pop(name) for name in _GENERATION}
 
     if router_backend and workers > 1:
         raise click.UsageError("--router-backend is for one worker")
@@ -131,10 +131,10 @@ def gateway(
     files = tls_flags()
     scheme = "https" if any(files.values()) else "http"
 
-    def told(address: str, **facts: str) -> None:
-        announce("gateway", address=f"{scheme}://{address}", dialect=given["dialect"], pid=os.getpid(), **facts)
+    def announce_address(address: str, **facts: str) -> None:
+        announce("gateway", address=f"{scheme}://{address}", dialect=option_values["dialect"], pid=os.getpid(), **facts)
 
-    def run(listen: str, told: Callable[..., None], *, forked: bool = False, number: int = 0) -> NoReturn:
+    def run(listen: str, on_ready: Callable[..., None], *, forked: bool = False, number: int = 0) -> NoReturn:
         from rlctl.gateway.backend.service import Settings
         from rlctl.gateway.router.process import SglangRouter
         from rlctl.gateway.server import GatewayConfig, GatewayServer
@@ -146,7 +146,7 @@ def gateway(
         token, router = load_token(file=token_file), None
         if router_backend:
             # The router checks the fleet's own token only.
-            refuse_insecure(router_listen, token=token, insecure=given["insecure"])
+            refuse_insecure(router_listen, token=token, insecure=option_values["insecure"])
             host, port = split(router_listen, "router_listen")
             router = SglangRouter(policy=router_policy, host=host, port=port, pairs=router_pairs, token=token)
 
@@ -160,7 +160,7 @@ def gateway(
             router=router,
             metrics=_port_of(metrics, number),
             tls=load_tls({}, **files),
-            **given,
+            **option_values,
         )
 
         async def start() -> Callable[[], Any]:
@@ -171,18 +171,18 @@ def gateway(
                 await server.stop()
                 raise
             facts = {"router": router.url} if router else {}
-            told(server.address, **facts, **bound_metrics(server.metrics_address))
+            on_ready(server.address, **facts, **bound_metrics(server.metrics_address))
             return server.stop
 
         serve(start, end_with_parent=forked)
 
     if workers == 1:
-        run(listen, told)
-    _fork(workers, listen, run, told, given["drain_s"])
+        run(listen, announce_address)
+    _fork(workers, listen, run, announce_address, option_values["drain_s"])
 
 
 def _fork(
-    workers: int, listen: str, run: Callable[..., NoReturn], told: Callable[[str], None], drain_s: float
+    workers: int, listen: str, run: Callable[..., NoReturn], on_ready: Callable[[str], None], drain_s: float
 ) -> NoReturn:
     """Start several processes on a shared port. gRPC is not loaded before the fork."""
     from rlctl.contract.os_errors import unbound
@@ -200,7 +200,7 @@ def _fork(
     parent = Workers(
         workers, lambda ready, number: run(address, lambda *_, **__: ready(), forked=True, number=number), ends_s
     )
-    code = parent.run(lambda: told(address), end_with_parent=process_setting("end_with_parent"))
+    code = parent.run(lambda: on_ready(address), end_with_parent=process_setting("end_with_parent"))
     reserved_socket.close()
     server_process.end(code)
 

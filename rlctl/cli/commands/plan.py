@@ -15,7 +15,7 @@ from rlctl.cli.commands.topology_flags import TopologyCommand, flags, options
 @click.command(cls=TopologyCommand)
 @options
 @pass_settings
-def plan(settings: Settings, /, file: Path | None, **flag_values: Any) -> None:
+def plan(settings: Settings, /, file: Path | None, **option_values: Any) -> None:
     """Show what `up` with the same arguments would do: engines, ranks, GPUs, offsets; -o wide: command lines.
 
     If a fleet of that name is up on this machine, each engine is shown as added, removed, restarted with the reason, or
@@ -24,6 +24,6 @@ def plan(settings: Settings, /, file: Path | None, **flag_values: Any) -> None:
     from rlctl.cli.commands.plan_report import plan_view, prepare, warn
     from rlctl.cli.render.printer import show
 
-    prepared = prepare(file, flags(flag_values))
+    prepared = prepare(file, flags(option_values))
     warn(settings, prepared.problems)
     show(settings, plan_view(prepared))

@@ -128,9 +128,9 @@ class Prepared:
             raise refused
 
 
-def prepare(file: Path | None, given: Flags) -> Prepared:
+def prepare(file: Path | None, flags: Flags) -> Prepared:
     """Read, resolve and plan. Raises TOPOLOGY_INVALID with all errors."""
-    topology, problems = loaded(file, given)
+    topology, problems = loaded(file, flags)
     running = fleet_state.read(topology.name)
     if running is not None and not running.alive:
         running = None

@@ -114,25 +114,25 @@ def _with(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) ->
     return command
 
 
-def _secured(given: dict[str, Any]) -> dict[str, Any]:
+def _secured(option_values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration, with the token and the certificate of the process."""
     from rlctl.transport.auth import load_token
     from rlctl.transport.tls.credentials import load_tls
 
-    token_file = given.pop("token_file")
-    return {**given, "token": load_token(file=token_file), "tls": load_tls({}, **tls_flags())}
+    token_file = option_values.pop("token_file")
+    return {**option_values, "token": load_token(file=token_file), "tls": load_tls({}, **tls_flags())}
 
 
-def _engine_config(given: dict[str, Any], rank: int) -> Any:
+def _engine_config(option_values: dict[str, Any], rank: int) -> Any:
     """Move the options of :func:`_engine_options`, except the plug-in's name, into an engine configuration."""
     from rlctl.engine import EngineConfig, brings_ranks
     from rlctl.launch.local import gpus
 
     names = ("model_path", "tp_size", "device", "dtype", "options", "node")
-    engine, settings = given["engine"], {name: given.pop(name) for name in names}
+    engine, settings = option_values["engine"], {name: option_values.pop(name) for name in names}
     settings["device"] = gpus.of_process(settings["device"], engine, rank)
     settings["options"] = pairs(settings["options"])
-    followers = len(given.get("followers", ())) if brings_ranks(engine) else 0
+    followers = len(option_values.get("followers", ())) if brings_ranks(engine) else 0
     return EngineConfig(rank=rank, nodes=1 + followers, **settings)
 
 
@@ -187,7 +187,7 @@ def coordinator(
     heal_grace: float | None,
     audit_retention: float | None,
     web: str,
-    **given: Any,
+    **option_values: Any,
 ) -> None:
     """Run a coordinator."""
     from rlctl.coordinator.audit import KEPT_S
@@ -203,7 +203,7 @@ def coordinator(
     path = Path(journal) if journal else state_directory() / "journal.db"
     topology = None if admit_only is None else tuple(filter(None, admit_only.split(",")))
     config = CoordinatorConfig(
-        path, topology=topology, graces=graces, audit_kept_s=audit_retention or KEPT_S, **_secured(given)
+        path, topology=topology, graces=graces, audit_kept_s=audit_retention or KEPT_S, **_secured(option_values)
     )
 
     async def start() -> Callable[[], Any]:
@@ -278,14 +278,14 @@ def coordinator(
 @_engine_options
 @_server_options
 @METRICS_OPTION
-def stage(restarts: int, restarts_within: float, **given: Any) -> None:
+def stage(restarts: int, restarts_within: float, **option_values: Any) -> None:
     """Run a stage server: rank 0 of one engine."""
     from rlctl.runtime.server_process import announce
     from rlctl.stage.server import StageConfig, StageServer
 
-    engine_config = _engine_config(given, 0)
+    engine_config = _engine_config(option_values, 0)
     limit = RestartLimit(restarts, restarts_within)
-    config = StageConfig(engine_config=engine_config, restarts=limit, **_secured(given))
+    config = StageConfig(engine_config=engine_config, restarts=limit, **_secured(option_values))
 
     async def start() -> Callable[[], Any]:
         server = StageServer(config)
@@ -307,13 +307,13 @@ def stage(restarts: int, restarts_within: float, **given: Any) -> None:
 @click.option("--rank", required=True, type=click.IntRange(1), help="Rank, 1 or more; of sglang: number of the node.")
 @_engine_options
 @_server_options
-def worker(rank: int, **given: Any) -> None:
+def worker(rank: int, **option_values: Any) -> None:
     """Run a follower rank. The engine starts when rank 0 attaches. The process ends when rank 0 ends."""
     from rlctl.runtime.server_process import announce
     from rlctl.worker.server import WorkerConfig, WorkerServer
 
-    engine_config = _engine_config(given, rank)
-    config = WorkerConfig(engine_config=engine_config, **_secured(given))
+    engine_config = _engine_config(option_values, rank)
+    config = WorkerConfig(engine_config=engine_config, **_secured(option_values))
 
     async def start() -> Callable[[], Any]:
         server = WorkerServer(config)

@@ -55,7 +55,7 @@ from rlctl.cli.commands.serve import DEVICE_OPTION, process_options, serve
 @click.option("--insecure", is_flag=True, help="Bind an address that other hosts can reach, without a token.")
 @process_options
 def sidecar_vllm(
-    listen: str, arguments: tuple[str, ...], device: str, token_file: str, insecure: bool, **given: Any
+    listen: str, arguments: tuple[str, ...], device: str, token_file: str, insecure: bool, **option_values: Any
 ) -> None:
     """Run SGLang's HTTP interface in front of a vLLM."""
     from rlctl_vllm.sidecar.server import SidecarConfig, SidecarServer
@@ -69,7 +69,9 @@ def sidecar_vllm(
     refuse_insecure(listen, token=token, insecure=insecure)
     host, port = split(listen, "listen")
     device = gpus.of_process(device, "vllm", 0)
-    config = SidecarConfig(host=host, port=port, arguments=pairs(arguments), device=device, token=token, **given)
+    config = SidecarConfig(
+        host=host, port=port, arguments=pairs(arguments), device=device, token=token, **option_values
+    )
     ends: list[Awaitable[object]] = []
 
     async def start() -> Callable[[], Any]:

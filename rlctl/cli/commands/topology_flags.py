@@ -141,14 +141,14 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def flags(given: dict[str, Any]) -> Flags:
+def flags(option_values: dict[str, Any]) -> Flags:
     ctx = click.get_current_context()
     sglang: dict[str, str] = ctx.meta[_SGLANG]
     return Flags(
         **{
-            **given,
-            "options": pairs(given["options"]),
+            **option_values,
+            "options": pairs(option_values["options"]),
             "sglang": sglang,
-            "external_addresses": (*ctx.meta[_ADDRESSES], *given["external_addresses"]),
+            "external_addresses": (*ctx.meta[_ADDRESSES], *option_values["external_addresses"]),
         }
     )

@@ -59,7 +59,7 @@ def up(
     deployment: Path | None,
     lock: int | None,
     end_with_parent: bool,
-    **flag_values: Any,
+    **option_values: Any,
 ) -> None:
     """Start a fleet on this machine from a topology file, or from flags: a coordinator, and every engine's processes.
 
@@ -82,7 +82,7 @@ def up(
     if deployment is not None:
         desired = Deployment.of(json.loads(deployment.read_text()))
         supervise(settings, desired, lambda ready: _announce(settings, ready), lock=lock, new=new)
-    prepared = prepare(file, flags(flag_values))
+    prepared = prepare(file, flags(option_values))
     warn(settings, prepared.problems)
     desired = prepared.deployment
     refuse_insecure(

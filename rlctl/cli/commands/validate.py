@@ -21,7 +21,7 @@ from rlctl.cli.render.tables import prose
 @options
 @click.option("--json-schema", is_flag=True, help="Print the JSON Schema of such files, for editors, instead.")
 @pass_settings
-def validate(settings: Settings, /, file: Path | None, json_schema: bool, **flag_values: Any) -> None:
+def validate(settings: Settings, /, file: Path | None, json_schema: bool, **option_values: Any) -> None:
     """Check a topology file and its flags, without starting or calling a process.
 
     Every problem has its line, its key and the expected value. Arguments of engines are checked against the engine
@@ -36,9 +36,9 @@ def validate(settings: Settings, /, file: Path | None, json_schema: bool, **flag
     if json_schema:
         click.echo(json.dumps(schema(), indent=2))
         return
-    topology, problems = load(file, flags(flag_values))
+    topology, problems = load(file, flags(option_values))
     if topology is not None and not problems.errors:
-        problems.found += unsupported(topology)
+        problems.entries += unsupported(topology)
     ordered_problems = problems.in_order()
     if ordered_problems or settings.output not in ("table", "wide"):
         lines = [str(problem) for problem in ordered_problems]

@@ -55,12 +55,12 @@ for a in range(count):
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in for engines. ``found``: the module exists; ``version``: version of the package."""
+    """A plug-in for engines. ``version``: version of the package."""
 
     name: str
     module: str
     version: str
-    found: bool
+    installed: bool
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def check_plugins(host: HostReadings) -> Iterator[Finding]:
     """Check that engine plug-ins are installed in rlctl's version."""
     for plugin in host.plugins:
         subject = f"plug-in {plugin.name}"
-        if not plugin.found:
+        if not plugin.installed:
             yield failure(
                 "plug-ins",
                 subject,
@@ -166,7 +166,7 @@ def check_plugins(host: HostReadings) -> Iterator[Finding]:
                 f"version {plugin.version}, rlctl is {__version__}",
                 f"Install the plug-in of rlctl {__version__}.",
             )
-    usable = [plugin.name for plugin in host.plugins if plugin.found and plugin.version == __version__]
+    usable = [plugin.name for plugin in host.plugins if plugin.installed and plugin.version == __version__]
     if usable:
         yield ok("plug-ins", "engine plug-ins", ", ".join(usable))
     if not host.plugins:

@@ -71,7 +71,7 @@ def _as_data(settings: Settings, error: RlctlError, code: Exit) -> dict[str, Any
         "metadata": error.metadata,
         "exit_code": int(code),
     }
-    if (fleet := settings.fleet_choice.found) is not None:
+    if (fleet := settings.fleet_choice.fleet) is not None:
         data["fleet"] = {"name": fleet.name, "endpoint": fleet.endpoint}
     if settings.request_id and settings.mutating:
         data["request_id"] = settings.request_id

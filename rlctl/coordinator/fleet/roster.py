@@ -296,7 +296,7 @@ class Roster:
         """Return the error of a target without an addressable stage."""
         absent = [slot for slot in self.covered(target) if slot.listed]
         causes = "; ".join(f"{slot.name} is {slot.not_routable()}" for slot in absent[:MOST_NAMED])
-        if absent and all(slot.taken for slot in absent):
+        if absent and all(slot.foreign_epoch for slot in absent):
             return Reason.EPOCH_FENCED.error(f"no stage obeys this coordinator: {causes}", field="header.target")
         return Reason.NO_TARGETS.error("no target is available" + f": {causes}" * bool(causes))
 

@@ -60,7 +60,7 @@ class Slot:
         pause: the pause by name of all requests that is in force for the slot, or None.
         adapter_pauses: the pauses by name of single adapters that are in force for the slot, by adapter.
         away: cause of the missing link, if known, or "".
-        taken: the stage obeys the epoch of another fleet's coordinator.
+        foreign_epoch: the stage obeys the epoch of another fleet's coordinator.
         withheld_adapters: adapters that the last grant withheld, because the slot owed a pause by name of them.
         in_hand: number of running operations by name that pause or continue the slot, by adapter. The outcome
             decides the slot's pause.
@@ -97,7 +97,7 @@ class Slot:
     undecided: Counter[str] = field(default_factory=Counter)
     continuing: Counter[str] = field(default_factory=Counter)
     away: str = ""
-    taken: bool = False
+    foreign_epoch: bool = False
 
     def __post_init__(self) -> None:
         """Copy fields of the record. Reading the messages for each of a thousand slots in every operation is slow."""

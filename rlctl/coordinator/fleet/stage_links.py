@@ -339,10 +339,11 @@ class Peers:
                     if str(error) != logged:  # otherwise logged every two seconds while the stage is away
                         log.info("%s: %s", slot.name, error)
                     logged = str(error)
-                    away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if _is_taken(error) else error.message
+                    foreign_epoch = _has_foreign_epoch(error)
+                    away = f"{error.message}; {TAKE_OVER.format(slot.name)}" if foreign_epoch else error.message
                     is_gone = slot.gone or REFUSED in error.metadata
                     if (slot.gone, slot.away) != (is_gone, away):
-                        slot.gone, slot.away, slot.taken = is_gone, away, _is_taken(error)
+                        slot.gone, slot.away, slot.foreign_epoch = is_gone, away, foreign_epoch
                         self._roster.changed()
                 if self.succeeded.is_set():
                     return
@@ -388,7 +389,7 @@ class Peers:
                 )
             if slot.record.retired:
                 raise Reason.STAGE_NOT_FOUND.error(f"{slot.name} was deregistered meanwhile")
-            slot.commander, slot.gone, slot.away, slot.taken = commander, False, "", False
+            slot.commander, slot.gone, slot.away, slot.foreign_epoch = commander, False, "", False
             self._roster.formers.forget(registration.address)
             connected()
             self._unanswered.ask(slot, commander)
@@ -488,7 +489,7 @@ def _state_name(state: StageState.ValueType) -> str:
     return StageState.Name(state).removeprefix("STAGE_STATE_")
 
 
-def _is_taken(error: RlctlError) -> bool:
+def _has_foreign_epoch(error: RlctlError) -> bool:
     """Whether a stage obeys the epoch of another fleet's coordinator."""
     return error.reason is Reason.EPOCH_FENCED
 

@@ -15,7 +15,7 @@ from rlctl.gateway.backend.data_ports import DataPorts
 from rlctl.gateway.backend.generation_spans import generating, note_sample
 from rlctl.gateway.backend.tokenizers import Tokenizers
 from rlctl.rollout.picking.admission import Admission
-from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, Place, Resume, Told
+from rlctl.rollout.rollout import ANYWHERE, AsyncRollout, OnProgress, Place, Resume
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sdk.aio import AsyncFleet
 from rlctl.transport.channel import Credentials, refuse_large
@@ -133,19 +133,19 @@ class Generation:
             )
         return names[0]
 
-    async def _of_checkpoint(self, path: str, known: Sequence[str]) -> str:
+    async def _of_checkpoint(self, path: str, model_names: Sequence[str]) -> str:
         paths = {(model.name, model.checkpoint) for model in await self.fleet.models()}
         for stage in await self.fleet.stages():
             model, started = stage.registration.model, stage.registration.checkpoint
             paths |= {(model, started), (model, stage.report.checkpoint)}
-        owners = {model for model, checkpoint in paths if model in known and _same_path(checkpoint, path)}
+        owners = {model for model, checkpoint in paths if model in model_names and _same_path(checkpoint, path)}
         if self.settings.model in owners:
             return self.settings.model
         if len(owners) > 1:
             raise Reason.FIELD_INVALID.error(f"{path!r} is the checkpoint of {_listed(sorted(owners))}", field="model")
         if not owners:
             raise Reason.MODEL_NOT_FOUND.error(
-                f"there is no model {path!r}; there are: {_listed(known)}", field="model"
+                f"there is no model {path!r}; there are: {_listed(model_names)}", field="model"
             )
         return owners.pop()
 
@@ -227,7 +227,12 @@ class Generation:
         return self._rollouts[model]
 
     async def complete(
-        self, sample: RolloutSample, *, credentials: Credentials, place: Place = ANYWHERE, told: Told | None = None
+        self,
+        sample: RolloutSample,
+        *,
+        credentials: Credentials,
+        place: Place = ANYWHERE,
+        on_progress: OnProgress | None = None,
     ) -> RolloutSample:
         """Generate a sample of the request's model until its end or a cut.
 
@@ -236,7 +241,7 @@ class Generation:
         model = sample.request.model
         with self.under_way(sample.request.ByteSize()), generating(self.tracer, model) as span:
             ended = await self.rollout(model).complete(
-                sample, timeout_s=self.settings.timeout_s, credentials=credentials, place=place, told=told
+                sample, timeout_s=self.settings.timeout_s, credentials=credentials, place=place, told=on_progress
             )
             if span is not None:
                 stages: list[Stage] = []

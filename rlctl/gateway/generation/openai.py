@@ -23,7 +23,7 @@ from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
-from rlctl.sglang_api.request import Asked, assign
+from rlctl.sglang_api.request import PromptRequest, assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
 COMPLETION_TOKENS = 16
@@ -96,7 +96,7 @@ _NOTHING = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", 
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ReplyOptions:
     """A call.
 
     Attributes:
@@ -235,7 +235,7 @@ async def _answer(
     fields.accept(*_NOTHING)
     by_id = fields.take("return_tokens_as_token_ids", bool, False)
     with_texts = with_logprobs and not by_id
-    reply_options = _Asked(
+    reply_options = _ReplyOptions(
         chat=chat,
         rid=rid,
         model=name,
@@ -324,15 +324,15 @@ def _engine_fields(fields: Fields) -> dict[str, Any]:
     return engine
 
 
-def _prompts(given: str | list[Any] | TokenIds, check: Callable[[int, str], None]) -> list[str | TokenIds]:
+def _prompts(value: str | list[Any] | TokenIds, check: Callable[[int, str], None]) -> list[str | TokenIds]:
     """Return the prompts, texts or token ids; a single prompt is a batch. ``check`` may refuse their number."""
-    if isinstance(given, str | TokenIds) or (given and all(isinstance(each, int) for each in given)):
-        given = [given]
-    if not given:
+    if isinstance(value, str | TokenIds) or (value and all(isinstance(each, int) for each in value)):
+        value = [value]
+    if not value:
         raise Reason.FIELD_REQUIRED.error("prompt is empty", field="prompt")
-    check(len(given), "prompt")
+    check(len(value), "prompt")
     prompts: list[str | TokenIds] = []
-    for each in given:
+    for each in value:
         if isinstance(each, str | TokenIds):
             prompts.append(each)
             continue
@@ -361,34 +361,39 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return message
 
 
-async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
-    head = _head(asked, (), chunk=True)
+async def _events(call: Call, reply_options: _ReplyOptions, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
+    head = _head(reply_options, (), chunk=True)
     ended: list[RolloutSample] = []
     characters = [0] * len(samples)  # of the tokens with log probabilities sent
-    pending_choices = range(len(samples) if asked.chat else 0)
+    pending_choices = range(len(samples) if reply_options.chat else 0)
     news = running.streamed(call, samples)
     try:
         async for new in news:
             for index in pending_choices:  # not earlier: a refused request gets an error response
                 delta = {"role": "assistant", "content": ""}
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield event({**head, **_of_prompt(asked, samples[index]), "choices": [first]})
+                yield event({**head, **_of_prompt(reply_options, samples[index]), "choices": [first]})
             pending_choices = range(0)
             if new.ended is not None:
                 ended.append(new.ended)
-            choice = _choice(asked, new.index, new.part, new.ended, chunk=True, at=characters[new.index])
+            choice = _choice(reply_options, new.index, new.part, new.ended, chunk=True, at=characters[new.index])
             characters[new.index] += sum(len(token) for token in (choice["logprobs"] or {}).get("tokens", ()))
             yield event({**head, "choices": [choice]})
-        if asked.usage:
+        if reply_options.usage:
             yield event({**head, "choices": [], "usage": _usage(ended)})
         yield DONE
     finally:
         await news.aclose()
 
 
-def _head(asked: _Asked, ended: Sequence[RolloutSample], *, chunk: bool) -> dict[str, Any]:
-    kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
-    head: dict[str, Any] = {"id": asked.rid, "object": kind, "created": asked.created, "model": asked.model}
+def _head(reply_options: _ReplyOptions, ended: Sequence[RolloutSample], *, chunk: bool) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if reply_options.chat else "text_completion"
+    head: dict[str, Any] = {
+        "id": reply_options.rid,
+        "object": kind,
+        "created": reply_options.created,
+        "model": reply_options.model,
+    }
     sequences = [span.version.sequence for sample in ended for span in sample.whole.versions]
     sequences = sequences or [sample.answered_at.sequence for sample in ended if sample.answered_at is not None]
     if sequences:
@@ -397,36 +402,42 @@ def _head(asked: _Asked, ended: Sequence[RolloutSample], *, chunk: bool) -> dict
 
 
 def _choice(
-    asked: _Asked, index: int, part: Sample, ended: RolloutSample | None, *, chunk: bool = False, at: int = 0
+    reply_options: _ReplyOptions,
+    index: int,
+    part: Sample,
+    ended: RolloutSample | None,
+    *,
+    chunk: bool = False,
+    at: int = 0,
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": ended.finish if ended else None}
-    if not asked.chat:
+    if not reply_options.chat:
         choice["text"] = part.text
     elif chunk:
         choice["delta"] = {"content": part.text}
     else:
         choice["message"] = {"role": "assistant", "content": part.text}
-    if asked.logprobs and asked.chat:
-        choice["logprobs"] = logprobs.chat(part.output_logprobs, asked.texts)
-    elif asked.logprobs:
-        choice["logprobs"] = logprobs.completion(part.output_logprobs, asked.texts, at)
-    if asked.ids:
+    if reply_options.logprobs and reply_options.chat:
+        choice["logprobs"] = logprobs.chat(part.output_logprobs, reply_options.texts)
+    elif reply_options.logprobs:
+        choice["logprobs"] = logprobs.completion(part.output_logprobs, reply_options.texts, at)
+    if reply_options.ids:
         choice["token_ids"] = list(part.output_ids)
-    if ended is not None and not asked.chat:
-        choice |= _of_prompt(asked, ended)
-    if ended is not None and asked.meta:
-        request = Asked(ended.request.rid, ended.request)
-        choice["meta_info"] = Teller(request.rid, request, asked.began).all_of(ended)["meta_info"]
+    if ended is not None and not reply_options.chat:
+        choice |= _of_prompt(reply_options, ended)
+    if ended is not None and reply_options.meta:
+        request = PromptRequest(ended.request.rid, ended.request)
+        choice["meta_info"] = Teller(request.rid, request, reply_options.began).all_of(ended)["meta_info"]
     return choice
 
 
-def _of_prompt(asked: _Asked, sample: RolloutSample) -> dict[str, Any]:
+def _of_prompt(reply_options: _ReplyOptions, sample: RolloutSample) -> dict[str, Any]:
     """Return vLLM's prompt data: in each choice of a completion, beside the choices of a chat."""
     prompt_data: dict[str, Any] = {}
-    if asked.ids:
+    if reply_options.ids:
         prompt_data["prompt_token_ids"] = list(sample.prompt_ids)
-    if asked.prompt_tops is not None:
-        prompt_data["prompt_logprobs"] = logprobs.of_prompt(sample.input_logprobs, asked.prompt_tops)
+    if reply_options.prompt_tops is not None:
+        prompt_data["prompt_logprobs"] = logprobs.of_prompt(sample.input_logprobs, reply_options.prompt_tops)
     return prompt_data
 
 

@@ -118,7 +118,7 @@ async def streamed(call: Call, samples: Sequence[RolloutSample]) -> AsyncGenerat
 
         try:
             ended[index] = await call.generation.complete(
-                samples[index], credentials=call.credentials, place=place, told=tell
+                samples[index], credentials=call.credentials, place=place, on_progress=tell
             )
             changed.put_nowait(index)
         except Exception as error:

@@ -19,7 +19,7 @@ from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
 from rlctl.sglang_api import response
-from rlctl.sglang_api.request import Asked, Asking, Words, read
+from rlctl.sglang_api.request import Asking, PromptRequest, Words, read
 from rlctl.v1.common_pb2 import WeightVersion
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_LENGTH, FINISH_TYPE_STOP, FinishReason, Sample, TokenLogprob
 
@@ -136,11 +136,14 @@ async def _events(
 class Teller(response.Reply):
     """Converts a growing sample from the contract to SGLang's form."""
 
-    def __init__(self, rid: str, asked: Asked, began: float) -> None:
+    def __init__(self, rid: str, prompt_request: PromptRequest, began: float) -> None:
         """``began``: time of the call on the performance counter."""
-        request = asked.request
+        request = prompt_request.request
         super().__init__(
-            rid, logprob=request.return_logprob, tops=bool(request.top_logprobs_num), show_prompt=asked.show_prompt
+            rid,
+            logprob=request.return_logprob,
+            tops=bool(request.top_logprobs_num),
+            show_prompt=prompt_request.show_prompt,
         )
         self._prompt: Sequence[int] = ()
         self._text = ""
@@ -165,7 +168,7 @@ class Teller(response.Reply):
         """Return the reply with all output so far."""
         spans = self._whole.versions
         version = spans[-1].version if spans else self._answered_at
-        answer = self.told(
+        answer = self.body(
             self._text,
             self._prompt,
             prompt_tokens=len(self._prompt),
@@ -201,17 +204,17 @@ class Teller(response.Reply):
         return self.end(sample)
 
 
-def _complete(asked: Asked, call: Call, model: str, body: Mapping[str, Any]) -> None:
+def _complete(prompt_request: PromptRequest, call: Call, model: str, body: Mapping[str, Any]) -> None:
     """Set the fields of the contract that SGLang's reader does not set."""
-    request = asked.request
+    request = prompt_request.request
     request.model = model
     request.adapter = _text(body, "lora_path")
     request.min_version_seq = sessions.min_version(call)
-    engine = {name: value for name, value in asked.fields.items() if name in _ENGINE and value is not False}
+    engine = {name: value for name, value in prompt_request.fields.items() if name in _ENGINE and value is not False}
     check_levels(engine, "")
-    if asked.sampling:
-        check_levels(asked.sampling, "sampling_params.", within=2)
-        engine["sampling_params"] = asked.sampling
+    if prompt_request.sampling:
+        check_levels(prompt_request.sampling, "sampling_params.", within=2)
+        engine["sampling_params"] = prompt_request.sampling
     if engine:
         request.return_engine_meta = True
         try:

@@ -126,7 +126,7 @@ async def find(call: Call, slot: str, field: str) -> Stage:
     return _named(await listed(call), slot, field)
 
 
-async def asked(call: Call, *, openly: bool = False) -> list[Stage]:
+async def addressed(call: Call, *, openly: bool = False) -> list[Stage]:
     """Return the reachable stages that a call addresses. ``openly``: the caller needs no token.
 
     Raises STAGE_NOT_FOUND, and UNREACHABLE for an engine URL.
@@ -151,7 +151,7 @@ async def health(call: Call) -> Reply:
 
     Generates nothing. Raises NO_ROUTABLE_STAGE, STAGE_NOT_FOUND, UNREACHABLE.
     """
-    for stage in await asked(call, openly=True):
+    for stage in await addressed(call, openly=True):
         if stage.state != STAGE_STATE_JOINING and not stage.quarantine.reason:
             return Reply(b"")
     raise Reason.NO_ROUTABLE_STAGE.error("no engine is healthy")

@@ -48,10 +48,10 @@ def key(headers: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def as_uuid7(given: str) -> str:
+def as_uuid7(key: str) -> str:
     """Return a key that is a request id, in the contract's spelling; "" for any other key."""
     try:
-        parsed = uuid.UUID(given)
+        parsed = uuid.UUID(key)
     except ValueError:
         return ""
     return str(parsed) if parsed.version == 7 else ""

@@ -58,7 +58,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowCall:
     """A call of a row.
 
     Attributes:
@@ -86,7 +86,7 @@ class Asked:
         """Return the gateway's model. For "" the coordinator finds the engine's model, or the only updated model."""
         return "" if self.slot else self.call.generation.settings.model
 
-    async def tell(
+    async def operate(
         self, request: Message, step: str = "", *, partly: bool = False, slots: Sequence[str] = ()
     ) -> Operation:
         """Carry out a verb at the engine, at ``slots``, or at all engines of the gateway. Raises as
@@ -110,7 +110,7 @@ class Row:
 
     methods: str
     path: str
-    handler: Callable[[Asked], Awaitable[Reply]]
+    handler: Callable[[RowCall], Awaitable[Reply]]
     verbs: str
     fields: Sequence[Field] = ()
     query: Sequence[Field] = ()
@@ -137,16 +137,16 @@ class Row:
             values = await call.beside(lambda: {each.name: each.read(fields) for each in self.fields})
         for each in self.query:
             values[each.name] = _of_query(each, call.query.get(each.name))
-        return await self.handler(Asked(call, call.path.get(SLOT, ""), values))
+        return await self.handler(RowCall(call, call.path.get(SLOT, ""), values))
 
 
-def _of_query(each: Field, given: str | None) -> Any:
-    if given is None or given == "":
+def _of_query(each: Field, text: str | None) -> Any:
+    if text is None or text == "":
         return each.default
     try:
-        value = each.kind(given)
+        value = each.kind(text)
     except ValueError:
         value = None
     if value is None or (isinstance(value, int | float) and not 0 <= value < 1e6):
-        raise Reason.FIELD_INVALID.error(f"{given!r} is no {each.kind.__name__} of 0 or more", field=each.name)
+        raise Reason.FIELD_INVALID.error(f"{text!r} is no {each.kind.__name__} of 0 or more", field=each.name)
     return value

@@ -88,11 +88,11 @@ def dtype(name: str) -> str:
     return name if name.startswith("torch.") else f"torch.{name}"
 
 
-def token_step(given: int) -> int:
+def token_step(step: int) -> int:
     """Check a trainer's step. Raises FIELD_INVALID below 0."""
-    if given < 0:
-        raise Reason.FIELD_INVALID.error(f"{given} is below 0", field="token_step")
-    return given
+    if step < 0:
+        raise Reason.FIELD_INVALID.error(f"{step} is below 0", field="token_step")
+    return step
 
 
 def group(

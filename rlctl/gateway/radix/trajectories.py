@@ -231,9 +231,9 @@ class Trajectories:
         new.nodes.append((tree, node))
         return node
 
-    def _use(self, found: _Trajectory, count: int) -> Record:
-        self._used[found] = self._used.pop(found)
-        return found.until(count)
+    def _use(self, trajectory: _Trajectory, count: int) -> Record:
+        self._used[trajectory] = self._used.pop(trajectory)
+        return trajectory.until(count)
 
     def _drop(self, trajectory: _Trajectory) -> None:
         for tree, node in trajectory.nodes:

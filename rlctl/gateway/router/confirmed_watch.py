@@ -42,7 +42,7 @@ class ConfirmedView:
         return [stage for stage in stages if stage.routable and self._model in ("", stage.registration.model)]
 
     @property
-    def told(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """The news and revision to confirm once the list equals the present :attr:`routable`."""
         return self._view.news, self._view.revision
 
@@ -54,12 +54,12 @@ class ConfirmedView:
                     await self._view.changed()
         self._seen = self._view.news
 
-    async def confirm(self, told: tuple[int, int]) -> None:
+    async def confirm(self, position: tuple[int, int]) -> None:
         """Confirm, once, that the list follows the news. A failure is ignored; later news are confirmed in turn."""
-        if told == self._confirmed:
+        if position == self._confirmed:
             return
-        self._confirmed = told
-        request = ConfirmFleetRequest(watch_id=self._watch_id, revision=told[1])
+        self._confirmed = position
+        request = ConfirmFleetRequest(watch_id=self._watch_id, revision=position[1])
         with contextlib.suppress(RlctlError):
             await self._connection.call("ConfirmFleet", request, CONFIRM_S)
 

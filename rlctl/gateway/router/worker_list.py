@@ -138,7 +138,7 @@ class Keeper:
     async def _keep(self) -> None:
         await self._view.news()
         while True:
-            workers, confirmation = self._wanted(), self._view.told
+            workers, confirmation = self._wanted(), self._view.position
             again_s = LOOK_S
             try:
                 if self._router.ended:

@@ -39,16 +39,16 @@ def max_staleness(versions: int) -> Admission:
     return Admission("max_staleness", versions)
 
 
-def parse(given: str | Admission) -> Admission:
+def parse(value: str | Admission) -> Admission:
     """Parse "latest", "any" or "max_staleness=2". Raises FIELD_INVALID."""
-    if isinstance(given, Admission):
-        return given
-    if given == "latest":
+    if isinstance(value, Admission):
+        return value
+    if value == "latest":
         return Admission()
-    if given == "any":
+    if value == "any":
         return Admission("any")
-    if match := re.fullmatch(r"max_staleness=(\d+)", given):
+    if match := re.fullmatch(r"max_staleness=(\d+)", value):
         return max_staleness(int(match[1]))
     raise Reason.FIELD_INVALID.error(
-        f"admission is {given!r}; it must be latest, any or max_staleness=VERSIONS", field="admission"
+        f"admission is {value!r}; it must be latest, any or max_staleness=VERSIONS", field="admission"
     )

@@ -221,26 +221,26 @@ def index_of(weight_map: Mapping[str, str], metas: Iterable[TensorMeta]) -> byte
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weight_map)}, indent=1).encode()
 
 
-def compare(found: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta], *, what: str) -> None:
+def compare(metas: Mapping[str, TensorMeta], reference: Mapping[str, TensorMeta], *, what: str) -> None:
     """Check that two sets of tensors have the same names and shapes, and castable dtypes.
 
     ``what`` names the first set in words ("the checkpoint /models/a"). Raises CHECKPOINT_MISMATCH. Its message lists
     the first names that are missing, extra, or of another shape or dtype; its metadata (``missing``, ``extra``,
     ``shapes``, ``dtypes``) lists all, a name a line.
     """
-    common = sorted(found.keys() & reference.keys())
+    common = sorted(metas.keys() & reference.keys())
     differences = {
-        "missing": sorted(reference.keys() - found.keys()),
-        "extra": sorted(found.keys() - reference.keys()),
+        "missing": sorted(reference.keys() - metas.keys()),
+        "extra": sorted(metas.keys() - reference.keys()),
         "shapes": [
-            f"{name} {found[name].shape} instead of {reference[name].shape}"
+            f"{name} {metas[name].shape} instead of {reference[name].shape}"
             for name in common
-            if found[name].shape != reference[name].shape
+            if metas[name].shape != reference[name].shape
         ],
         "dtypes": [
-            f"{name} {dtype_name(found[name].dtype)} instead of {dtype_name(reference[name].dtype)}"
+            f"{name} {dtype_name(metas[name].dtype)} instead of {dtype_name(reference[name].dtype)}"
             for name in common
-            if not castable(found[name].dtype, reference[name].dtype)
+            if not castable(metas[name].dtype, reference[name].dtype)
         ],
     }
     differences = {kind: names for kind, names in differences.items() if names}

@@ -345,9 +345,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def keep_for_ever(held: object) -> None:
+def keep_for_ever(resource: object) -> None:
     """Never destroy this object, even at the interpreter's exit.
 
     Destroying a gloo group waits for its threads and for a current broadcast.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(resource))

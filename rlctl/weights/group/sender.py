@@ -207,9 +207,9 @@ class _Sending:
             jobs += [self._digesters.submit(self._take_in, self._digest, *entry) for entry in tensors]
         self._on_their_way.append(_OnItsWay(jobs, buffer))
 
-    def _await(self, left: int) -> None:
-        """Wait until at most ``left`` sends remain; raise their errors."""
-        surplus = len(self._on_their_way) - left
+    def _await(self, most: int) -> None:
+        """Wait until at most ``most`` sends remain; raise their errors."""
+        surplus = len(self._on_their_way) - most
         if surplus > 0:
             # Sends end in order. A wake-up for each end would take the interpreter from the thread that starts the next
             # send.

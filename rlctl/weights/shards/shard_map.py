@@ -165,7 +165,7 @@ def model_digest(
     *,
     max_bytes: int = DIGEST_BYTES,
     stop: Stop | None = None,
-    known: Mapping[str, str] | None = None,
+    known_digests: Mapping[str, str] | None = None,
     key: bytes = b"",
 ) -> ModelDigestResult:
     """Digest a stage's weights as full tensors under their checkpoint names and reference dtypes.
@@ -174,16 +174,16 @@ def model_digest(
     for any layout. Divided tensors are distributed over the ranks. Each is gathered at its owner, at most ``max_bytes``
     (or one row) at a time, and digested there. Every rank digests its own copy of parts that several ranks have, and
     the copies are compared. The weights must not change meanwhile: set ``stop`` at any rank before a change, to end the
-    digest at all ranks. ``known``: SHA-256 digests, by checkpoint name, of full tensors at this rank, computed since
-    their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only the sums
-    are exchanged.
+    digest at all ranks. ``known_digests``: SHA-256 digests, by checkpoint name, of full tensors at this rank, computed
+    since their last write; each under its reference dtype. With a ``key`` every rank digests its own parts, and only
+    the sums are exchanged.
 
     Raises the cause of a rank's ``stop``, or the error of a rank's own work, at every rank. Raises INTERNAL if the
     ranks' shard maps contradict each other; GROUP_FAILED if the ranks cannot exchange.
     """
     if key:
         return _keyed_digest(shards, exchange, stop or Stop(), key)
-    return _Digesting(shards, exchange, max_bytes, stop or Stop(), known or {}).run()
+    return _Digesting(shards, exchange, max_bytes, stop or Stop(), known_digests or {}).run()
 
 
 def _keyed_digest(shards: ShardMap, exchange: Exchange, stop: Stop, key: bytes) -> ModelDigestResult:
@@ -217,13 +217,13 @@ class _Digesting:
     """One run of :func:`model_digest` at one rank."""
 
     def __init__(
-        self, shards: ShardMap, exchange: Exchange, max_bytes: int, stop: Stop, known: Mapping[str, str]
+        self, shards: ShardMap, exchange: Exchange, max_bytes: int, stop: Stop, known_digests: Mapping[str, str]
     ) -> None:
         self._shards = shards.shards
         self._exchange = exchange
         self._max_bytes = max_bytes
         self._stop = stop
-        self._known = known
+        self._known_digests = known_digests
         self._gathering = Gathering(shards.shards, exchange)
         self._spreads = self._gathering.spreads
         self._owner = owners(self._spreads, exchange.size)
@@ -258,7 +258,11 @@ class _Digesting:
             local_pieces = [piece for piece in spread.pieces if self._exchange.rank in piece.holders]
             if local_pieces and (spread.whole or len(local_pieces[0].holders) > 1):
                 tensors[name] = (self._shards[name].local, spread.meta.dtype)
-        digests = {name: self._known[name] for name in tensors if name in self._known and self._spreads[name].whole}
+        digests = {
+            name: self._known_digests[name]
+            for name in tensors
+            if name in self._known_digests and self._spreads[name].whole
+        }
         self._go_on()
         with self._stop.on_error():
             digests |= tensor_digests({name: tensors[name] for name in tensors.keys() - digests.keys()}, self._stop)

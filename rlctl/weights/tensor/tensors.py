@@ -78,14 +78,14 @@ def from_proto(message: verbs_pb2.TensorInfo) -> TensorMeta:
     return TensorMeta(message.name, parse_dtype(message.dtype), tuple(message.shape.dims))
 
 
-def castable(given: torch.dtype, reference: torch.dtype) -> bool:
+def castable(source: torch.dtype, reference: torch.dtype) -> bool:
     """Return whether values survive a cast: floats of 16 bits and more.
 
     Narrower floats, and integers, carry scales or codes.
     """
-    if given == reference:
+    if source == reference:
         return True
-    return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (given, reference))
+    return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (source, reference))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

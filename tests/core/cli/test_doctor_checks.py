@@ -36,7 +36,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 HOST = HostReadings(
     versions={"grpcio": "1.85"},
-    plugins=[Plugin("torch", "rlctl_torch", __version__, found=True)],
+    plugins=[Plugin("torch", "rlctl_torch", __version__, installed=True)],
     shared_memory=Space(32 * GIB, 31 * GIB),
     limits={"n": 65536, "u": -1, "l": 65536},
     environment={},
@@ -92,10 +92,16 @@ def test_a_sound_host_has_nothing_to_mend(check: Callable[[HostReadings], Iterat
         (of_host.check_gpus, {"gpus": Gpus(8, 4)}, FAILURE, "8 on this host, PyTorch can use 4", "CUDA"),
         (of_host.check_gpus, {"gpus": Gpus(2, 2, [(0, 1), (1, 0)])}, WARNING, "2 of 2 pairs have none", "broadcast"),
         (of_host.check_plugins, {"plugins": []}, FAILURE, "none is installed", "pip"),
-        (of_host.check_plugins, {"plugins": [Plugin("x", "m.n", "1", found=False)]}, FAILURE, "m.n is not", "Install"),
         (
             of_host.check_plugins,
-            {"plugins": [Plugin("x", "m", "0.0.9", found=True)]},
+            {"plugins": [Plugin("x", "m.n", "1", installed=False)]},
+            FAILURE,
+            "m.n is not",
+            "Install",
+        ),
+        (
+            of_host.check_plugins,
+            {"plugins": [Plugin("x", "m", "0.0.9", installed=True)]},
             WARNING,
             "version 0.0.9",
             "rlctl",

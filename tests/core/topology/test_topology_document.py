@@ -73,7 +73,7 @@ def run(text: str) -> Problems:
         if not problems.errors:
             plan(topology, gpus=0)
     assert root is not None or problems.errors
-    assert all(problem.line <= text.count("\n") + 2 for problem in problems.found)
+    assert all(problem.line <= text.count("\n") + 2 for problem in problems.entries)
     return problems
 
 
@@ -147,7 +147,7 @@ def test_merge_keys_fill_in_and_do_not_override() -> None:
     merged = root.value["b"].value
     assert isinstance(merged, dict)
     assert {name: node.value for name, node in merged.items()} == {"x": 3, "y": 2}
-    assert not problems.found
+    assert not problems.entries
 
 
 def test_dates_are_texts_and_scalars_are_what_they_are() -> None:

@@ -115,14 +115,14 @@ def test_whether_weights_are_received_follows_from_the_path_unless_it_is_said(
     head = "name: actor" + (f"\nmodel_path: {path}" if path else "") + (f"\nupdate_weights: {said}" if said else "")
     topology, problems = load(model(REGULAR, head))
     assert topology.models[0].update_weights is expected
-    assert bool(problems.found) == (not expected and not said), "a model that is frozen unasked is a warning"
+    assert bool(problems.entries) == (not expected and not said), "a model that is frozen unasked is a warning"
 
 
 def test_without_a_checkpoint_of_the_fleet_every_model_receives_weights_unless_it_is_said() -> None:
     text = model(REGULAR, "name: a\nmodel_path: /a")
     text += model(REGULAR, "name: b\nmodel_path: /b\nupdate_weights: false")[8:]
     topology, problems = load(text, Flags())
-    assert ([each.update_weights for each in topology.models], problems.found) == ([True, False], [])
+    assert ([each.update_weights for each in topology.models], problems.entries) == ([True, False], [])
 
 
 def test_arguments_are_the_groups_over_the_models_over_the_flags() -> None:
@@ -458,7 +458,7 @@ def test_everything_wrong_is_told_at_once_in_the_order_of_the_lines() -> None:
 def test_arguments_of_an_engine_that_is_not_known_are_a_warning() -> None:
     _, problems = load(model(REGULAR + "  overrides: {anything: 1}", "name: a\nengine: fake"))
     assert problems.errors == []
-    assert "not checked" in str(problems.found[0])
+    assert "not checked" in str(problems.entries[0])
 
 
 # Flags.

@@ -70,7 +70,7 @@ class Pair:
     async def met(self) -> None:
         """The decode engine has asked for a prompt that is not computed yet."""
         rooms = self.prefill.engine._rooms
-        await until(lambda: rooms is not None and any(room.asked.is_set() for room in rooms._rooms.values()))
+        await until(lambda: rooms is not None and any(room.claimed.is_set() for room in rooms._rooms.values()))
 
     def lent(self) -> int:
         """Prompts whose entries lie in shared memory."""
@@ -248,9 +248,9 @@ async def test_a_decode_engine_that_reads_no_answer_frees_the_room(monkeypatch: 
     async with rooms.open(7, "m", "") as room:
         _, writer = await asyncio.open_connection(*rooms.address, limit=1)
         writer.write((7).to_bytes(8, "little"))
-        await asyncio.wait_for(room.asked.wait(), 5)
+        await asyncio.wait_for(room.claimed.wait(), 5)
         room.close(Reason.HANDOVER_FAILED.error("x", metadata={"large": "x" * (48 << 20)}))
-        await asyncio.wait_for(room.left.wait(), 10)
+        await asyncio.wait_for(room.departed.wait(), 10)
         writer.transport.abort()
     rooms.close()
 

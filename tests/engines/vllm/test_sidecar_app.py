@@ -246,7 +246,7 @@ async def test_it_registers_with_a_router_until_that_takes_it() -> None:
     async with Serving(application()) as upstream, Serving(router) as at:
         config = SidecarConfig(upstream=upstream.url, coordinator="c:1", routers=(at.url,), advertise="127.0.0.1")
         sidecar = await started(config)
-        await asyncio.wait_for(sidecar.registrations[0].taken.wait(), 30)
+        await asyncio.wait_for(sidecar.registrations[0].registered.wait(), 30)
         assert told == [sidecar.url] * 3
         await sidecar.stop()
 

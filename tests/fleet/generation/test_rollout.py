@@ -185,15 +185,15 @@ async def test_a_view_that_comes_after_the_deadline_is_named_as_the_cause(
 ) -> None:
     rollout = client.rollout("actor")
     view = rollout._lines.view
-    known = view.known
+    reported = view.reported
 
     async def late() -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            await known()
+            await reported()
 
-    monkeypatch.setattr(view, "known", late)
+    monkeypatch.setattr(view, "reported", late)
     with pytest.raises(RlctlError, match=r"the coordinator sent no view of the fleet within 0\.2 s") as caught:
         await rollout.generate([0], timeout_s=0.2)
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
@@ -578,7 +578,7 @@ async def test_a_sample_that_waits_for_a_stage_is_stopped_too(client: AsyncFleet
 
     await client.pause_generation()
     waiting = [asyncio.create_task(rollout.complete(named(rid))) for rid in ("for a stage", "for a place")]
-    await client._lines.view.known()
+    await client._lines.view.reported()
     await asyncio.sleep(0.05)
     assert await rollout.stop(["for a stage", "for a place"]) == ["for a stage", "for a place"]
     assert await rollout.stop(["for a stage"]) == ["for a stage"], "it may be said twice"
@@ -594,7 +594,7 @@ async def test_a_stop_at_the_moment_that_a_stage_is_found_is_not_lost(
 ) -> None:
     rollout, view = client.rollout("actor"), client._lines.view
     await client.pause_generation()
-    await view.known()
+    await view.reported()
     await eventually(lambda: not any(stage.routable for stage in view.stages))
     sampling = r.SamplingParams(max_new_tokens=10**6)
     sample = begin(r.GenerateRequest(text="x", rid="sample", sampling_params=sampling))

@@ -208,6 +208,6 @@ async def test_a_stage_of_two_coordinators_at_one_epoch_is_taken_over(fleet: InP
         answer = await fleet.stub.TakeOverStages(c.TakeOverStagesRequest(slots=["a", "b"]), timeout=30)
         assert answer.header.fleet_epoch == epoch + 1
         await is_whole(fleet)
-        await eventually(lambda: all(slot.taken for slot in other.coordinator.roster.slots.values()), 10.0)
+        await eventually(lambda: all(slot.foreign_epoch for slot in other.coordinator.roster.slots.values()), 10.0)
     finally:
         await other.stop()

@@ -290,7 +290,7 @@ async def test_stages_with_a_failed_handshake_are_named_with_the_cause(
         await aio.connect(fleet.server.address, tls=Tls(files)) as client,
     ):
         rollout, single = client.rollout("actor", retries=100), client.rollout("actor", retries=1)
-        await rollout._lines.view.known()
+        await rollout._lines.view.reported()
         use(Authority.init(tmp_path / "other", "lab").issue("client/alice"))  # the connection to the coordinator stays
         cause = f"its certificate was not issued by the CA in {files.ca}"
         for generating in (

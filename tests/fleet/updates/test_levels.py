@@ -30,8 +30,8 @@ def spoil(fleet: InProcessFleet, method: str, *ranks: int, tp_size: int = 0) -> 
     async def change(engine: FakeEngine, name: str, call: Call) -> None:
         if name == method and tp_size in (0, engine.config.tp_size):
             engine.weights += f" at {engine.config.tp_size}"
-            if engine.taken is not None:
-                engine.taken += ["another"]
+            if engine.received_names is not None:
+                engine.received_names += ["another"]
 
     for rank in ranks:
         fake_engine.FAULTS[fleet.specs[0].model_path, rank] = change

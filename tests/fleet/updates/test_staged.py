@@ -214,7 +214,7 @@ async def test_level_received_compares_what_came_into_the_copy(three: InProcessF
         return plan
 
     async def another(engine: FakeEngine, *_: object) -> None:
-        engine.taken = ["another"]
+        engine.received_names = ["another"]
 
     with hooked(three, "c", "seal_update", another):
         operation = await commit(three, await stage("wrong"), digest("w1"))

@@ -286,13 +286,15 @@ def test_a_keyed_digest_gathers_no_tensor(form: Form) -> None:
 def test_digests_that_are_known_are_taken_for_what_is_whole_and_for_nothing_else(form: Form) -> None:
     full = full_model()
     known = dict.fromkeys(full, "0" * 64)
-    result = model_digest(filled(full, 0, 1), LocalExchange(), known=known)
+    result = model_digest(filled(full, 0, 1), LocalExchange(), known_digests=known)
     assert result.digests == known
     groups = form(2)
     results = together(
         *(
             lambda rank=rank: model_digest(
-                filled(full, rank, 2), GroupExchange(groups[rank].process_group), known=known if rank == 0 else None
+                filled(full, rank, 2),
+                GroupExchange(groups[rank].process_group),
+                known_digests=known if rank == 0 else None,
             )
             for rank in range(2)
         )

@@ -37,7 +37,7 @@ class Verb:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AdminRequest:
     """A parsed request."""
 
     request: Message
@@ -45,7 +45,7 @@ class Asked:
     timeout_s: float
 
 
-def read(verb: Verb, fields: Fields) -> Asked:
+def read(verb: Verb, fields: Fields) -> AdminRequest:
     """Read a body. Raises FIELD_REQUIRED, FIELD_INVALID, LENGTH_MISMATCH, UNSUPPORTED."""
     stages = fields.take_list("stages", str, None)
     timeout_s = fields.take("timeout_s", float, None)
@@ -53,15 +53,15 @@ def read(verb: Verb, fields: Fields) -> Asked:
         raise Reason.FIELD_INVALID.error(f"{timeout_s} is below 0", field="timeout_s")
     if stages is not None and not stages:
         raise Reason.FIELD_INVALID.error("stages is empty; omit stages for all stages", field="stages")
-    return Asked(verb.build(fields), stages or (), timeout_s or verb.timeout_s)
+    return AdminRequest(verb.build(fields), stages or (), timeout_s or verb.timeout_s)
 
 
-async def carry_out(call: Call, asked: Asked) -> Operation:
+async def carry_out(call: Call, admin_request: AdminRequest) -> Operation:
     """Return the ended operation, also after a failure. Raises a refusal."""
     return await call.operate(
-        await engine_urls.aimed(call, asked.request),
-        stages=asked.stages,
-        timeout_s=asked.timeout_s,
+        await engine_urls.aimed(call, admin_request.request),
+        stages=admin_request.stages,
+        timeout_s=admin_request.timeout_s,
         check=False,
     )
 

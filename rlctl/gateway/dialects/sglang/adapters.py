@@ -7,32 +7,34 @@ from typing import Any
 from rlctl.gateway.dialects.sglang.replies import saying_success
 from rlctl.gateway.http import weight_fields
 from rlctl.gateway.http.dialect import Reply
-from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.gateway.http.table import Field, Row, RowCall
 from rlctl.v1 import verbs_pb2
 from rlctl.v1.results_pb2 import Operation
 
 
 @saying_success(error_message=None, loaded_adapters={})
-async def load_lora(asked: Asked) -> Reply:
+async def load_lora(row_call: RowCall) -> Reply:
     """Load an adapter at every engine of the model."""
     request = verbs_pb2.LoadAdapterRequest(
-        header=await asked.header(model=asked.model()),
-        name=asked["lora_name"],
-        path=asked["lora_path"],
-        pinned=asked["pinned"],
+        header=await row_call.header(model=row_call.model()),
+        name=row_call["lora_name"],
+        path=row_call["lora_path"],
+        pinned=row_call["pinned"],
     )
-    return _adapters(await asked.call.operate(request))
+    return _adapters(await row_call.call.operate(request))
 
 
 @saying_success(error_message=None, loaded_adapters={})
-async def unload_lora(asked: Asked) -> Reply:
+async def unload_lora(row_call: RowCall) -> Reply:
     """Unload an adapter at every engine of the model."""
-    request = verbs_pb2.UnloadAdapterRequest(header=await asked.header(model=asked.model()), name=asked["lora_name"])
-    return _adapters(await asked.call.operate(request))
+    request = verbs_pb2.UnloadAdapterRequest(
+        header=await row_call.header(model=row_call.model()), name=row_call["lora_name"]
+    )
+    return _adapters(await row_call.call.operate(request))
 
 
 @saying_success(error_message=None, loaded_adapters={})
-async def load_lora_from_tensors(_: Asked) -> Reply:
+async def load_lora_from_tensors(_: RowCall) -> Reply:
     """Not supported: pickles."""
     raise weight_fields.pickled(
         "serialized_named_tensors", "Save the adapter and load it, or send it with the SDK's publisher."

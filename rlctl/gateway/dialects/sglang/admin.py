@@ -10,7 +10,7 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.gateway.dialects.sglang.reads import fleet_of, stage_of, telling
 from rlctl.gateway.dialects.sglang.replies import saying_success, status_of
 from rlctl.gateway.http.dialect import Reply
-from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.gateway.http.table import Field, Row, RowCall
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.results_pb2 import RankResult, StageResult
 
@@ -26,38 +26,38 @@ FLUSHED = (
 """SGLang's text: clients compare its beginning."""
 
 
-async def pause_generation(asked: Asked) -> Reply:
+async def pause_generation(row_call: RowCall) -> Reply:
     """Pause generation."""
-    mode = common_pb2.PauseMode.Value(f"PAUSE_MODE_{asked['mode'].upper()}")
-    await asked.tell(verbs_pb2.PauseGenerationRequest(mode=mode))
+    mode = common_pb2.PauseMode.Value(f"PAUSE_MODE_{row_call['mode'].upper()}")
+    await row_call.operate(verbs_pb2.PauseGenerationRequest(mode=mode))
     return Reply({"message": "Generation paused successfully.", "status": "ok"})
 
 
-async def continue_generation(asked: Asked) -> Reply:
+async def continue_generation(row_call: RowCall) -> Reply:
     """Continue generation; an update opened by writes is committed first."""
-    await asked.tell(
-        verbs_pb2.ContinueGenerationRequest(torch_empty_cache=asked["torch_empty_cache"], when_resident=True)
+    await row_call.operate(
+        verbs_pb2.ContinueGenerationRequest(torch_empty_cache=row_call["torch_empty_cache"], when_resident=True)
     )
     return Reply({"message": "Generation continued successfully.", "status": "ok"})
 
 
-async def abort_request(asked: Asked) -> Reply:
+async def abort_request(row_call: RowCall) -> Reply:
     """Abort one request, or all requests."""
-    rid = asked["rid"]
-    if asked["abort_all"]:
-        await asked.tell(verbs_pb2.AbortRequestsRequest(abort_all=True))
+    rid = row_call["rid"]
+    if row_call["abort_all"]:
+        await row_call.operate(verbs_pb2.AbortRequestsRequest(abort_all=True))
     elif rid:
-        stopped = await asked.call.generation.stop([rid])
+        stopped = await row_call.call.generation.stop([rid])
         if not stopped:
-            await asked.tell(verbs_pb2.AbortRequestsRequest(rids=[rid]))
+            await row_call.operate(verbs_pb2.AbortRequestsRequest(rids=[rid]))
     return Reply()
 
 
-async def flush_cache(asked: Asked) -> Reply:
+async def flush_cache(row_call: RowCall) -> Reply:
     """Empty the caches; 400 while requests run."""
-    wait = duration(asked["timeout"]) if asked["timeout"] else None
+    wait = duration(row_call["timeout"]) if row_call["timeout"] else None
     try:
-        await asked.tell(verbs_pb2.FlushCacheRequest(idle_timeout=wait))
+        await row_call.operate(verbs_pb2.FlushCacheRequest(idle_timeout=wait))
     except RlctlError as error:
         if status_of(error) != 400:
             raise
@@ -65,32 +65,32 @@ async def flush_cache(asked: Asked) -> Reply:
     return Reply(FLUSHED)
 
 
-async def release_memory(asked: Asked) -> Reply:
+async def release_memory(row_call: RowCall) -> Reply:
     """Release memory regions; refused while requests run."""
-    return await _memory(asked, verbs_pb2.ReleaseMemoryRequest())
+    return await _memory(row_call, verbs_pb2.ReleaseMemoryRequest())
 
 
-async def resume_memory(asked: Asked) -> Reply:
+async def resume_memory(row_call: RowCall) -> Reply:
     """Resume memory regions; a region that is not released is confirmed."""
-    return await _memory(asked, verbs_pb2.ResumeMemoryRequest())
+    return await _memory(row_call, verbs_pb2.ResumeMemoryRequest())
 
 
-async def _memory(asked: Asked, request: verbs_pb2.ReleaseMemoryRequest | verbs_pb2.ResumeMemoryRequest) -> Reply:
-    tags = asked["tags"] or []
+async def _memory(row_call: RowCall, request: verbs_pb2.ReleaseMemoryRequest | verbs_pb2.ResumeMemoryRequest) -> Reply:
+    tags = row_call["tags"] or []
     for index, tag in enumerate(tags):
         if tag not in TAGS:
             raise Reason.FIELD_INVALID.error(f"{tag!r} must be one of {', '.join(TAGS)}", field=f"tags[{index}]")
-    supported_tags = [tag for tag in tags if tag != "cuda_graph" or await _captures(asked)]
+    supported_tags = [tag for tag in tags if tag != "cuda_graph" or await _captures(row_call)]
     request.tags.extend(common_pb2.MemoryTag.Value(f"MEMORY_TAG_{tag.upper()}") for tag in supported_tags)
     if supported_tags or not tags:
-        await asked.tell(request)
+        await row_call.operate(request)
     return Reply(b"null", content_type="application/json")
 
 
-async def _captures(asked: Asked) -> bool:
+async def _captures(row_call: RowCall) -> bool:
     """Return whether an engine has captured graphs. Trainers always name this region, and SGLang accepts that."""
-    fleet = await fleet_of(asked)
-    stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
+    fleet = await fleet_of(row_call)
+    stages = [stage_of(fleet, row_call.slot)] if row_call.slot else fleet.stages
     return any(
         common_pb2.MEMORY_TAG_CUDA_GRAPH in stage.registration.capabilities.memory_tags
         or not stage.registration.capabilities.memory_tags
@@ -99,17 +99,17 @@ async def _captures(asked: Asked) -> bool:
 
 
 @saying_success()
-async def weights_checker(asked: Asked) -> Reply:
+async def weights_checker(row_call: RowCall) -> Reply:
     """Digest the weights, keep a snapshot, scramble the weights, or compare them with the snapshot."""
-    action = asked["action"]
+    action = row_call["action"]
     request = verbs_pb2.CheckWeightsRequest(
         action=verbs_pb2.CheckAction.Value(f"CHECK_ACTION_{action.upper()}"),
         per_tensor=action == "checksum",
         digest=verbs_pb2.DIGEST_FUNCTION_SHA256,
-        skip_tensors=asked["skip_tensor_list"] or [],
-        selector=common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}"),
+        skip_tensors=row_call["skip_tensor_list"] or [],
+        selector=common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{row_call['selector'].upper()}"),
     )
-    operation = await asked.tell(request, partly=True)
+    operation = await row_call.operate(request, partly=True)
     results = telling(operation)
     slots = {result.slot for result in results}
     without = [result for result in operation.stage_results if result.slot not in slots]

@@ -14,7 +14,7 @@ from rlctl.contract.durations import seconds
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Reply, Scope
-from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.gateway.http.table import Field, Row, RowCall
 from rlctl.runtime.addresses import split
 from rlctl.v1 import common_pb2, verbs_pb2
 from rlctl.v1.common_pb2 import WorkerCoordinates
@@ -36,14 +36,14 @@ _ARGUMENTS: dict[str, Any] = {
 _MODES = {common_pb2.WORKER_TYPE_PREFILL: "prefill", common_pb2.WORKER_TYPE_DECODE: "decode"}
 
 
-async def model_info(asked: Asked) -> Reply:
+async def model_info(row_call: RowCall) -> Reply:
     """Return the loaded model and its version."""
-    operation = await asked.tell(verbs_pb2.GetModelInfoRequest(), partly=True)
+    operation = await row_call.operate(verbs_pb2.GetModelInfoRequest(), partly=True)
     result = telling(operation)[0]
     info = result.rank_results[0].model_info
     version = result.weight_version if result.weight_version.sequence else info.weight_version
-    if not asked.slot:
-        version = await _latest(asked, await fleet_of(asked), result.slot)
+    if not row_call.slot:
+        version = await _latest(row_call, await fleet_of(row_call), result.slot)
     return Reply(
         {
             "model_path": info.model_path,
@@ -65,24 +65,24 @@ async def model_info(asked: Asked) -> Reply:
     )
 
 
-async def get_weight_version(asked: Asked) -> Reply:
+async def get_weight_version(row_call: RowCall) -> Reply:
     """Return the served version."""
-    fleet = await fleet_of(asked)
-    if asked.slot:
-        stage = stage_of(fleet, asked.slot)
+    fleet = await fleet_of(row_call)
+    if row_call.slot:
+        stage = stage_of(fleet, row_call.slot)
         version = stage.report.weight_version
     else:
-        version = await _latest(asked, fleet)
+        version = await _latest(row_call, fleet)
     return Reply({"weight_version": version.label, "weight_version_seq": version.sequence})
 
 
-async def server_info(asked: Asked) -> Reply:
+async def server_info(row_call: RowCall) -> Reply:
     """Return the engines' start arguments and present state."""
-    started = await asked.tell(verbs_pb2.GetServerInfoRequest(), partly=True)
-    loads = await asked.tell(verbs_pb2.GetLoadsRequest(), "loads", partly=True)
+    started = await row_call.operate(verbs_pb2.GetServerInfoRequest(), partly=True)
+    loads = await row_call.operate(verbs_pb2.GetLoadsRequest(), "loads", partly=True)
     results = telling(started)
     first = results[0]
-    fleet = await fleet_of(asked)
+    fleet = await fleet_of(row_call)
     stage = stage_of(fleet, first.slot)
     layouts = [stage_of(fleet, result.slot).registration.layout.workers for result in results]
     info = first.rank_results[0].server_info
@@ -91,7 +91,7 @@ async def server_info(asked: Asked) -> Reply:
         {
             **_ARGUMENTS,
             **(_data(info.arguments) if info.HasField("arguments") else dict(info.settings)),
-            **_place(asked.call),
+            **_place(row_call.call),
             **_sizes(layouts),
             "disaggregation_mode": _MODES.get(stage.registration.worker_type, "null"),
             "status": "ready" if stage.routable else "not ready",
@@ -144,16 +144,16 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-async def loads(asked: Asked) -> Reply:
+async def loads(row_call: RowCall) -> Reply:
     """Return the running and waiting requests of every engine."""
-    states = _loads(await asked.tell(verbs_pb2.GetLoadsRequest(), partly=True))
-    dp_rank = asked["dp_rank"]
+    states = _loads(await row_call.operate(verbs_pb2.GetLoadsRequest(), partly=True))
+    dp_rank = row_call["dp_rank"]
     if dp_rank is not None and dp_rank >= len(states):
         raise Reason.FIELD_INVALID.error(
             f"dp_rank is {dp_rank}; there are {len(states)} ranks, counted from 0", field="dp_rank"
         )
     chosen = states if dp_rank is None else states[dp_rank : dp_rank + 1]
-    if asked["format"] == "prometheus":
+    if row_call["format"] == "prometheus":
         return Reply(_prometheus(chosen), content_type="text/plain")
     return Reply(
         {
@@ -207,17 +207,17 @@ def _prometheus(states: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def health(asked: Asked) -> Reply:
+async def health(row_call: RowCall) -> Reply:
     """Return whether the engine is present with all ranks, at the root whether any is; generates nothing."""
-    fleet = await fleet_of(asked)
-    stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
+    fleet = await fleet_of(row_call)
+    stages = [stage_of(fleet, row_call.slot)] if row_call.slot else fleet.stages
     return Reply(status=200 if any(map(_alive, stages)) else 503)
 
 
-async def ready(asked: Asked) -> Reply:
+async def ready(row_call: RowCall) -> Reply:
     """Return whether the engine may generate: at the admitted version, not paused; at the root whether any may."""
-    fleet = await fleet_of(asked)
-    stages = [stage_of(fleet, asked.slot)] if asked.slot else fleet.stages
+    fleet = await fleet_of(row_call)
+    stages = [stage_of(fleet, row_call.slot)] if row_call.slot else fleet.stages
     return Reply(status=200 if any(stage.routable for stage in stages) else 503)
 
 
@@ -226,9 +226,9 @@ def _alive(stage: Stage) -> bool:
     return stage.state not in absent_states and all(rank.alive for rank in stage.report.ranks)
 
 
-async def fleet_of(asked: Asked) -> Fleet:
+async def fleet_of(row_call: RowCall) -> Fleet:
     """Return the fleet with the gateway's own token, because health needs no token of the caller."""
-    return await asked.call.generation.fleet.status()
+    return await row_call.call.generation.fleet.status()
 
 
 def stage_of(fleet: Fleet, slot: str) -> Stage:
@@ -239,9 +239,9 @@ def stage_of(fleet: Fleet, slot: str) -> Stage:
     raise Reason.STAGE_NOT_FOUND.error(f"no engine fills slot {slot!r}")
 
 
-async def _latest(asked: Asked, fleet: Fleet, slot: str = "") -> common_pb2.WeightVersion:
+async def _latest(row_call: RowCall, fleet: Fleet, slot: str = "") -> common_pb2.WeightVersion:
     """Return the published version of a stage's model, or of the gateway's model."""
-    model = stage_of(fleet, slot).registration.model if slot else await asked.call.generation.model()
+    model = stage_of(fleet, slot).registration.model if slot else await row_call.call.generation.model()
     return next(each.latest for each in fleet.models if each.name == model)
 
 

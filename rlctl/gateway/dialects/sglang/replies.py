@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.contract.errors import OperationFailed, Reason, RlctlError, without_frames
 from rlctl.gateway.http.dialect import Reply
-from rlctl.gateway.http.table import Asked
+from rlctl.gateway.http.table import RowCall
 from rlctl.runtime.http_errors import headers_of
 from rlctl.v1.common_pb2 import Outcome
 
@@ -70,13 +70,13 @@ def not_done(error: RlctlError, **more: Any) -> Reply:
 
 def saying_success(
     **more: Any,
-) -> Callable[[Callable[[Asked], Awaitable[Reply]]], Callable[[Asked], Awaitable[Reply]]]:
+) -> Callable[[Callable[[RowCall], Awaitable[Reply]]], Callable[[RowCall], Awaitable[Reply]]]:
     """Decorate a handler so that its failures have ``success`` and the fields ``more``."""
 
-    def wrap(handler: Callable[[Asked], Awaitable[Reply]]) -> Callable[[Asked], Awaitable[Reply]]:
-        async def answer(asked: Asked) -> Reply:
+    def wrap(handler: Callable[[RowCall], Awaitable[Reply]]) -> Callable[[RowCall], Awaitable[Reply]]:
+        async def answer(row_call: RowCall) -> Reply:
             try:
-                return await handler(asked)
+                return await handler(row_call)
             except RlctlError as error:
                 return not_done(without_frames(error), **more)
 

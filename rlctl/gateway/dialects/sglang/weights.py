@@ -17,7 +17,7 @@ from rlctl.gateway.dialects.sglang.replies import done, saying_success
 from rlctl.gateway.http import engine_urls, weight_fields
 from rlctl.gateway.http.bodies import Fields
 from rlctl.gateway.http.dialect import Reply
-from rlctl.gateway.http.table import Asked, Field, Row
+from rlctl.gateway.http.table import Field, Row, RowCall
 from rlctl.sglang_api.rows import rows_of
 from rlctl.v1 import common_pb2, update_pb2, verbs_pb2
 from rlctl.v1.fleet_pb2 import Stage
@@ -34,220 +34,222 @@ DEFAULT_GROUP = "weight_update_group"
 
 
 @saying_success(num_paused_requests=0)
-async def from_disk(asked: Asked) -> Reply:
+async def from_disk(row_call: RowCall) -> Reply:
     """Update the model from a checkpoint that every engine reads."""
-    if asked["manifest"] is not None:
+    if row_call["manifest"] is not None:
         raise Reason.UNSUPPORTED.error("checkpoints are checked by rlctl's own manifests", field="manifest")
-    options = _options(asked)
-    options.recapture_cuda_graph = asked["recapture_cuda_graph"]
-    if asked["keep_pause"]:
+    options = _options(row_call)
+    options.recapture_cuda_graph = row_call["recapture_cuda_graph"]
+    if row_call["keep_pause"]:
         options.after = verbs_pb2.AFTER_UPDATE_STAY_PAUSED
     request = verbs_pb2.UpdateWeightsFromDiskRequest(
-        header=await asked.header(model=asked.model()),
-        model_path=asked["model_path"],
-        load_format=asked["load_format"] or "",
-        weight_version=_label(asked["weight_version"]),
-        is_async=asked["is_async"],
-        token_step=weight_fields.token_step(asked["token_step"]),
+        header=await row_call.header(model=row_call.model()),
+        model_path=row_call["model_path"],
+        load_format=row_call["load_format"] or "",
+        weight_version=_label(row_call["weight_version"]),
+        is_async=row_call["is_async"],
+        token_step=weight_fields.token_step(row_call["token_step"]),
         options=options,
     )
-    operation = await asked.call.operate(request)
-    if asked["is_async"]:
+    operation = await row_call.call.operate(request)
+    if row_call["is_async"]:
         return done(f"Accepted as operation {operation.operation_id}.", num_paused_requests=0)
     return done(f"Succeeded to update model weights.{_versioned(operation)}", num_paused_requests=0)
 
 
 @saying_success()
-async def begin_weight_update(asked: Asked) -> Reply:
+async def begin_weight_update(row_call: RowCall) -> Reply:
     """Open an update for later writes, without a pause yet."""
-    return done("Begin weight update succeeded.", update_id=await _begin(asked, _kind(asked), _selector(asked)))
+    return done(
+        "Begin weight update succeeded.", update_id=await _begin(row_call, _kind(row_call), _selector(row_call))
+    )
 
 
 async def _begin(
-    asked: Asked, kind: verbs_pb2.UpdateKind.ValueType, selector: common_pb2.WeightSelector.ValueType
+    row_call: RowCall, kind: verbs_pb2.UpdateKind.ValueType, selector: common_pb2.WeightSelector.ValueType
 ) -> str:
     request = update_pb2.BeginWeightUpdateRequest(
-        header=await asked.header(),
+        header=await row_call.header(),
         implicit=True,
         may_be_partial=True,
-        model=asked.model(),
+        model=row_call.model(),
         kind=kind,
         options=verbs_pb2.UpdateOptions(selector=selector, flush_cache=False),
     )
     request.header.ClearField("target")
-    plan = await asked.call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
+    plan = await row_call.call.fleet.connection.call("BeginWeightUpdate", request, UPDATE_S)
     return str(plan.update_id)
 
 
 @saying_success()
-async def end_weight_update(asked: Asked) -> Reply:
+async def end_weight_update(row_call: RowCall) -> Reply:
     """Commit the open update: verify, publish and serve. Unwritten tensors keep their values."""
-    operation = await _commit(asked, "", partial=True)
+    operation = await _commit(row_call, "", partial=True)
     return done(f"End weight update succeeded.{_versioned(operation)}")
 
 
 @saying_success()
-async def update_weight_version(asked: Asked) -> Reply:
+async def update_weight_version(row_call: RowCall) -> Reply:
     """Commit an open update under this version, or relabel the published version."""
-    label = _label(asked["new_version"])
+    label = _label(row_call["new_version"])
     if not label:
         raise Reason.FIELD_REQUIRED.error("a version has a name", field="new_version")
-    if asked["abort_all_requests"]:
-        await asked.tell(verbs_pb2.AbortRequestsRequest(abort_all=True), "abort")
-    await _commit(asked, label)
-    return done(f"Weight version updated to {label}", new_version=asked["new_version"])
+    if row_call["abort_all_requests"]:
+        await row_call.operate(verbs_pb2.AbortRequestsRequest(abort_all=True), "abort")
+    await _commit(row_call, label)
+    return done(f"Weight version updated to {label}", new_version=row_call["new_version"])
 
 
-async def _commit(asked: Asked, version: str, *, partial: bool = False) -> Operation:
-    model = "" if asked.slot else await engine_urls.updatable(asked.call)
+async def _commit(row_call: RowCall, version: str, *, partial: bool = False) -> Operation:
+    model = "" if row_call.slot else await engine_urls.updatable(row_call.call)
     request = update_pb2.CommitWeightUpdateRequest(
-        header=await asked.header("commit", model=model), version=version, partial=partial
+        header=await row_call.header("commit", model=model), version=version, partial=partial
     )
-    operation: Operation = await asked.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
-    asked.call.note_excluded(operation)
+    operation: Operation = await row_call.call.fleet.connection.call("CommitWeightUpdate", request, UPDATE_S)
+    row_call.call.note_excluded(operation)
     if operation.state not in (OPERATION_STATE_OK, OPERATION_STATE_PARTIAL):
         raise OperationFailed(operation)
     return operation
 
 
 @saying_success()
-async def init_group(asked: Asked) -> Reply:
+async def init_group(row_call: RowCall) -> Reply:
     """Join the engine's ranks into a group of the client; waits until every engine was called and has joined."""
-    offset, world_size, port = asked["rank_offset"], asked["world_size"], asked["master_port"]
+    offset, world_size, port = row_call["rank_offset"], row_call["world_size"], row_call["master_port"]
     for name, value in (("rank_offset", offset), ("world_size", world_size), ("master_port", port)):
         if not 0 <= value < 1 << 31:
             raise Reason.FIELD_INVALID.error(f"{name} is {value}; it must be from 0 to {(1 << 31) - 1}", field=name)
     request = verbs_pb2.InitWeightsUpdateGroupRequest(
-        header=await asked.header(model=asked.model()),
-        master_address=asked["master_address"],
+        header=await row_call.header(model=row_call.model()),
+        master_address=row_call["master_address"],
         master_port=port,
         rank_offset=offset,
         world_size=world_size,
-        group_name=asked["group_name"],
-        backend=asked["backend"],
+        group_name=row_call["group_name"],
+        backend=row_call["backend"],
     )
-    if not asked.slot and offset not in (0, 1):
+    if not row_call.slot and offset not in (0, 1):
         raise Reason.FIELD_INVALID.error(
             f"at the root the fleet is one server, whose ranks begin at 1, not at {offset}",
             field="rank_offset",
             next_step="To place engines at other offsets, call each engine at its own address.",
         )
-    await asked.call.operate(request)
+    await row_call.call.operate(request)
     return done("Succeeded to initialize custom process group.")
 
 
 @saying_success()
-async def destroy_group(asked: Asked) -> Reply:
+async def destroy_group(row_call: RowCall) -> Reply:
     """Leave a group."""
-    await asked.tell(verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=asked["group_name"]))
+    await row_call.operate(verbs_pb2.DestroyWeightsUpdateGroupRequest(group_name=row_call["group_name"]))
     return done("Succeeded to destroy custom process group.")
 
 
 @saying_success()
-async def from_distributed(asked: Asked) -> Reply:
+async def from_distributed(row_call: RowCall) -> Reply:
     """Receive tensors that the client broadcasts: into the open update, or as a whole update outside of a pause."""
-    bucket = weight_fields.bucket(Fields(dict(asked.values)), format=weight_fields.FORMATS[asked["load_format"]])
+    bucket = weight_fields.bucket(Fields(dict(row_call.values)), format=weight_fields.FORMATS[row_call["load_format"]])
     request = verbs_pb2.UpdateWeightsFromDistributedRequest(
-        header=await asked.header(model=asked.model()),
-        group_name=asked["group_name"],
+        header=await row_call.header(model=row_call.model()),
+        group_name=row_call["group_name"],
         buckets=[bucket],
-        weight_version=_label(asked["weight_version"]),
-        options=_options(asked),
-        kind=_kind(asked),
+        weight_version=_label(row_call["weight_version"]),
+        options=_options(row_call),
+        kind=_kind(row_call),
     )
-    operation = await asked.call.operate(request)
+    operation = await row_call.call.operate(request)
     return done(f"Succeeded to update parameter online.{_versioned(operation)}")
 
 
 @saying_success()
-async def from_tensor(asked: Asked) -> Reply:
+async def from_tensor(row_call: RowCall) -> Reply:
     """Receive tensors from memory that the engines share with the client."""
-    if asked["serialized_named_tensors"] is not None:
-        return await _serialized(asked)
-    if not asked["segments"]:
+    if row_call["serialized_named_tensors"] is not None:
+        return await _serialized(row_call)
+    if not row_call["segments"]:
         raise Reason.FIELD_REQUIRED.error(f"{serialized_tensors.FIELD} is required", field=serialized_tensors.FIELD)
-    operation = await _from_segments(asked, weight_fields.segments(asked["segments"]))
+    operation = await _from_segments(row_call, weight_fields.segments(row_call["segments"]))
     return done(f"Success{_versioned(operation)}")
 
 
-async def _serialized(asked: Asked) -> Reply:
-    if asked["segments"]:
+async def _serialized(row_call: RowCall) -> Reply:
+    if row_call["segments"]:
         raise Reason.FIELD_CONFLICT.error("segments and serialized_named_tensors exclude each other", field="segments")
-    payloads = await asked.call.beside(
-        lambda: read_payloads(asked["serialized_named_tensors"], asked["load_format"], serialized_tensors.FIELD)
+    payloads = await row_call.call.beside(
+        lambda: read_payloads(row_call["serialized_named_tensors"], row_call["load_format"], serialized_tensors.FIELD)
     )
-    by_slot = serialized_tensors.segments_by_stage(payloads, await _stages(asked))
-    parts = [(dataclasses.replace(asked, slot=slot), segments) for slot, segments in by_slot.items() if segments]
+    by_slot = serialized_tensors.segments_by_stage(payloads, await _stages(row_call))
+    parts = [(dataclasses.replace(row_call, slot=slot), segments) for slot, segments in by_slot.items() if segments]
     operations = await asyncio.gather(*(_from_segments(part, segments, part.slot) for part, segments in parts))
     return done(f"Success{_versioned(operations[0])}" if operations else "Success. The payloads have no tensors.")
 
 
-async def _stages(asked: Asked) -> list[Stage]:
+async def _stages(row_call: RowCall) -> list[Stage]:
     """Return the engine of this URL, or every engine of the model at the root."""
-    stages = await engine_urls.asked(asked.call)
-    if not asked.slot:
-        model = await engine_urls.updatable(asked.call)
+    stages = await engine_urls.addressed(row_call.call)
+    if not row_call.slot:
+        model = await engine_urls.updatable(row_call.call)
         stages = [stage for stage in stages if stage.registration.model == model]
     return sorted(stages, key=lambda stage: stage.registration.slot)
 
 
-async def _from_segments(asked: Asked, segments: Sequence[verbs_pb2.TensorSegment], step: str = "") -> Operation:
+async def _from_segments(row_call: RowCall, segments: Sequence[verbs_pb2.TensorSegment], step: str = "") -> Operation:
     request = verbs_pb2.UpdateWeightsFromTensorRequest(
-        header=await asked.header(step, model=asked.model()),
-        weight_version=_label(asked["weight_version"]),
-        options=_options(asked),
-        kind=_kind(asked),
+        header=await row_call.header(step, model=row_call.model()),
+        weight_version=_label(row_call["weight_version"]),
+        options=_options(row_call),
+        kind=_kind(row_call),
         segments=segments,
     )
-    return await asked.call.operate(request)
+    return await row_call.call.operate(request)
 
 
 @saying_success()
-async def from_ipc(asked: Asked) -> Reply:
+async def from_ipc(row_call: RowCall) -> Reply:
     """Receive tensors from checkpoint-engine's parameter servers: a whole update, buffer by buffer."""
-    peers, readers = checkpoint_engine.peers_of(asked["zmq_handles"], await _stages(asked))
+    peers, readers = checkpoint_engine.peers_of(row_call["zmq_handles"], await _stages(row_call))
     async with checkpoint_engine.Conversation(peers) as conversation:
-        update_id = await _begin(asked, verbs_pb2.UPDATE_KIND_UNSPECIFIED, common_pb2.WEIGHT_SELECTOR_ALL)
+        update_id = await _begin(row_call, verbs_pb2.UPDATE_KIND_UNSPECIFIED, common_pb2.WEIGHT_SELECTOR_ALL)
         try:
             number = 0
             async for placed in conversation.buckets():
-                await _from_buffers(asked, readers, placed, number)
+                await _from_buffers(row_call, readers, placed, number)
                 number += 1
-            operation = await _commit(asked, _label(asked["weight_version"]), partial=True)
+            operation = await _commit(row_call, _label(row_call["weight_version"]), partial=True)
         except RlctlError as error:
-            await _give_up(asked, update_id, error)
+            await _give_up(row_call, update_id, error)
             raise
         await conversation.confirm()
     return done(f"Succeeded to update model weights.{_versioned(operation)}")
 
 
 async def _from_buffers(
-    asked: Asked, readers: Sequence[serialized_tensors.Reader], placed: Sequence[Placed], number: int
+    row_call: RowCall, readers: Sequence[serialized_tensors.Reader], placed: Sequence[Placed], number: int
 ) -> None:
     by_slot: dict[str, list[verbs_pb2.TensorSegment]] = {}
     for each, reader in zip(placed, readers, strict=True):
         if each.tensors:
             by_slot.setdefault(reader[0], []).append(serialized_tensors.segment(each, reader, checkpoint_engine.FIELD))
-    parts = [(dataclasses.replace(asked, slot=slot), segments) for slot, segments in by_slot.items()]
+    parts = [(dataclasses.replace(row_call, slot=slot), segments) for slot, segments in by_slot.items()]
     await asyncio.gather(*(_from_segments(part, segments, f"{part.slot}/{number}") for part, segments in parts))
 
 
-async def _give_up(asked: Asked, update_id: str, cause: RlctlError) -> None:
+async def _give_up(row_call: RowCall, update_id: str, cause: RlctlError) -> None:
     """Abort the update. With one call for each engine URL, a different call may already have aborted the update."""
     try:
-        await asked.call.fleet.abort_update(update_id, reason=str(cause)[:200])
+        await row_call.call.fleet.abort_update(update_id, reason=str(cause)[:200])
     except RlctlError as error:
         log.info("update %s is not aborted: %s", update_id, error)
 
 
-async def get_weights_by_name(asked: Asked) -> Reply:
+async def get_weights_by_name(row_call: RowCall) -> Reply:
     """Return the first rows of a tensor as nested lists; at the root of the first engine with readable ranks."""
-    rows = asked["truncate_size"]
+    rows = row_call["truncate_size"]
     if not 0 < rows < 1 << 32:
         raise Reason.FIELD_INVALID.error(f"{rows} is no number of rows above 0", field="truncate_size")
-    request = verbs_pb2.CheckWeightsRequest(action=verbs_pb2.CHECK_ACTION_READ, tensor=asked["name"], rows=rows)
+    request = verbs_pb2.CheckWeightsRequest(action=verbs_pb2.CHECK_ACTION_READ, tensor=row_call["name"], rows=rows)
     try:
-        operation = await asked.tell(request, slots=[asked.slot or await _readable(asked)])
+        operation = await row_call.operate(request, slots=[row_call.slot or await _readable(row_call)])
     except RlctlError as error:
         error.field = {"tensor": "name", "rows": "truncate_size"}.get(error.field, error.field)
         raise
@@ -255,10 +257,10 @@ async def get_weights_by_name(asked: Asked) -> Reply:
     return Reply(rows_of([rank.check.values for rank in result.rank_results if rank.check.HasField("values")]))
 
 
-async def _readable(asked: Asked) -> str:
+async def _readable(row_call: RowCall) -> str:
     """Return a slot of the model with readable ranks, routable if possible; else any slot, whose stage refuses."""
-    model = await asked.call.generation.model()
-    stages = [stage for stage in (await fleet_of(asked)).stages if stage.registration.model == model]
+    model = await row_call.call.generation.model()
+    stages = [stage for stage in (await fleet_of(row_call)).stages if stage.registration.model == model]
     if not stages:
         raise Reason.NO_TARGETS.error(f"no engine serves {model!r}")
 
@@ -270,39 +272,39 @@ async def _readable(asked: Asked) -> str:
 
 
 @saying_success()
-async def pull_weights(asked: Asked) -> Reply:
+async def pull_weights(row_call: RowCall) -> Reply:
     """Fetch a published checkpoint or delta into a local directory; slime's."""
     request = verbs_pb2.PullWeightsRequest(
-        source_dir=asked["source_dir"],
-        local_checkpoint_dir=asked["local_checkpoint_dir"],
-        target_version=_label(asked["target_version"]),
+        source_dir=row_call["source_dir"],
+        local_checkpoint_dir=row_call["local_checkpoint_dir"],
+        target_version=_label(row_call["target_version"]),
     )
-    await asked.tell(request)
+    await row_call.operate(request)
     return done(f"The directory is at version {request.target_version}.")
 
 
 @saying_success()
-async def post_process_weights(_: Asked) -> Reply:
+async def post_process_weights(_: RowCall) -> Reply:
     """Do nothing: loaded weights are processed at the end of their update; slime's."""
     return done("Weights are processed when their update ends.")
 
 
-def _options(asked: Asked) -> verbs_pb2.UpdateOptions:
-    values = asked.values
+def _options(row_call: RowCall) -> verbs_pb2.UpdateOptions:
+    values = row_call.values
     return verbs_pb2.UpdateOptions(
         abort_all_requests=values.get("abort_all_requests", False),
         flush_cache=values["flush_cache"],
         torch_empty_cache=values["torch_empty_cache"],
-        selector=_selector(asked) if "selector" in values else common_pb2.WEIGHT_SELECTOR_UNSPECIFIED,
+        selector=_selector(row_call) if "selector" in values else common_pb2.WEIGHT_SELECTOR_UNSPECIFIED,
     )
 
 
-def _selector(asked: Asked) -> common_pb2.WeightSelector.ValueType:
-    return common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{asked['selector'].upper()}")
+def _selector(row_call: RowCall) -> common_pb2.WeightSelector.ValueType:
+    return common_pb2.WeightSelector.Value(f"WEIGHT_SELECTOR_{row_call['selector'].upper()}")
 
 
-def _kind(asked: Asked) -> verbs_pb2.UpdateKind.ValueType:
-    kind = asked.values.get("update_kind")
+def _kind(row_call: RowCall) -> verbs_pb2.UpdateKind.ValueType:
+    kind = row_call.values.get("update_kind")
     return verbs_pb2.UpdateKind.Value(f"UPDATE_KIND_{kind.upper()}") if kind else verbs_pb2.UPDATE_KIND_UNSPECIFIED
 
 

@@ -34,14 +34,14 @@ class Control:
 
     Attributes:
         steps: the requests of the path, run in order until one fails.
-        told: the body of an engine's successful response.
+        reply: the body of an engine's successful response.
         several: the path has several operations, so they continue when the caller disconnects.
         goes_on: generation continues once all memory is back.
     """
 
     path: str
     steps: Steps
-    told: Mapping[str, Any]
+    reply: Mapping[str, Any]
     doc: str
     several: bool = False
     goes_on: bool = False
@@ -191,13 +191,13 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
         if error is not None:
             return plain_error(error) if not _is_no(row, error) else Reply({"success": False, "message": str(error)})
         return Reply(_body(row, result))
-    missing = {each.slot: left_out(each.slot, each.state, each.reason) for each in operation.excluded}
+    missing = {each.slot: excluded_engine(each.slot, each.state, each.reason) for each in operation.excluded}
     targets = list(operation.targets)
     if not targets:  # an opened update: the coordinator reports no targets
         stages = await engine_urls.listed(call)
         targets = [stage.registration.slot for stage in stages if stage.state not in engine_urls.GONE]
         missing = {
-            stage.registration.slot: left_out(stage.registration.slot, stage.state)
+            stage.registration.slot: excluded_engine(stage.registration.slot, stage.state)
             for stage in stages
             if stage.state in engine_urls.GONE
         }
@@ -213,7 +213,7 @@ async def _told(call: Call, row: Control, operation: Operation) -> Reply:
             answers[engine_urls.url_of(call, slot)] = {"status": 200, "body": {"success": False, "message": str(error)}}
         else:
             answers[engine_urls.url_of(call, slot)] = {"status": error.http_status, "error": str(error)}
-    return told_by_each(answers)
+    return reply_by_engine(answers)
 
 
 def _error(operation: Operation, result: StageResult | None) -> RlctlError | None:
@@ -228,7 +228,7 @@ def _is_no(row: Control, error: RlctlError) -> bool:
 
 
 def _body(row: Control, result: StageResult | None) -> dict[str, Any]:
-    body = dict(row.told)
+    body = dict(row.reply)
     if "results" in body:
         body["results"] = [None] * (len(result.rank_results) if result is not None else 1)
     if result is not None and result.weight_version.label:
@@ -236,12 +236,12 @@ def _body(row: Control, result: StageResult | None) -> dict[str, Any]:
     return body
 
 
-def told_by_each(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
+def reply_by_engine(answers: Mapping[str, Mapping[str, Any]]) -> Reply:
     """Form a map of statuses and bodies by engine URL: 207 unless all succeeded."""
     return Reply(answers, 200 if all(answer.get("status", 200) == 200 for answer in answers.values()) else 207)
 
 
-def left_out(slot: str, state: StageState.ValueType, reason: str = "") -> dict[str, Any]:
+def excluded_engine(slot: str, state: StageState.ValueType, reason: str = "") -> dict[str, Any]:
     error = engine_urls.unreachable(slot, state, reason)
     return {"status": error.http_status, "error": str(error)}
 

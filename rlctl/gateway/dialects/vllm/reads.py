@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlctl.gateway.dialects.vllm import requests
-from rlctl.gateway.dialects.vllm.control import left_out, told_by_each
+from rlctl.gateway.dialects.vllm.control import excluded_engine, reply_by_engine
 from rlctl.gateway.http import engine_urls
 from rlctl.gateway.http.call import Call, confirmed
 from rlctl.gateway.http.dialect import Reply, Route, Scope
@@ -20,17 +20,17 @@ from rlctl.version import __version__
 async def read(tell: Callable[[Call, Stage], dict[str, Any]], call: Call) -> Reply:
     """Return the information of the engine, or of each engine."""
     if engine_urls.slots_of(call):
-        return Reply(tell(call, (await engine_urls.asked(call))[0]))
+        return Reply(tell(call, (await engine_urls.addressed(call))[0]))
     answers = {}
     for stage in await engine_urls.listed(call):
         slot = stage.registration.slot
         if stage.state in engine_urls.GONE:
-            answers[engine_urls.url_of(call, slot)] = left_out(slot, stage.state)
+            answers[engine_urls.url_of(call, slot)] = excluded_engine(slot, stage.state)
         elif tell is _info:
             answers[engine_urls.url_of(call, slot)] = tell(call, stage)
         else:
             answers[engine_urls.url_of(call, slot)] = {"status": 200, "body": tell(call, stage)}
-    return told_by_each(answers)
+    return reply_by_engine(answers)
 
 
 def _info(call: Call, stage: Stage) -> dict[str, Any]:
@@ -68,7 +68,7 @@ async def servers(call: Call) -> Reply:
 
 async def world_size(call: Call) -> Reply:
     """Return the number of ranks of the engine; at the root, of all engines."""
-    stages = await engine_urls.asked(call)
+    stages = await engine_urls.addressed(call)
     sizes = [len(stage.registration.layout.workers) for stage in stages]
     return Reply({"world_size": sum(sizes)})
 
@@ -88,8 +88,8 @@ async def server_info(call: Call) -> Reply:
         done = confirmed(result)
         infos[result.slot] = plain(result.rank_results[0].server_info) if done else {"error": result.error.message}
     for each in operation.excluded:
-        infos[each.slot] = {"error": left_out(each.slot, each.state, each.reason)["error"]}
-    stages = await engine_urls.asked(call)
+        infos[each.slot] = {"error": excluded_engine(each.slot, each.state, each.reason)["error"]}
+    stages = await engine_urls.addressed(call)
     config = {
         "model_config": {"model": stages[0].registration.checkpoint if stages else ""},
         "parallel_config": {"world_size": sum(len(stage.registration.layout.workers) for stage in stages)},

@@ -95,7 +95,7 @@ async def reset_prefix_cache(call: Call) -> list[Message]:
     steps: list[Message] = [FlushCacheRequest()]
     if not _flag(call, "reset_running_requests", fields.take("reset_running_requests", bool, False)):
         return steps
-    reports = [stage.report for stage in await engine_urls.asked(call)]
+    reports = [stage.report for stage in await engine_urls.addressed(call)]
     if any(report.released for report in reports):
         return steps  # no running requests
     steps.insert(0, PauseGenerationRequest(mode=PAUSE_MODE_RETRACT))

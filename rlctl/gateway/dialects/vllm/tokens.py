@@ -46,7 +46,7 @@ _BESIDE = dict.fromkeys(("features", "content_parts", "kv_transfer_params", "ec_
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ReplyOptions:
     """A call.
 
     Attributes:
@@ -135,7 +135,7 @@ def _token_ids(fields: Fields) -> TokenIds:
         raise Reason.FIELD_INVALID.error(str(error), field="token_ids") from None
 
 
-async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str, *, stream: bool) -> _Asked:
+async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str, *, stream: bool) -> _ReplyOptions:
     fields.refuse(_BESIDE)
     fields.accept("token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "priority")
     mode = fields.take("output_mode", str, MODES[0])
@@ -156,7 +156,7 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
         request.logprob_start_len = 0
     n = _sampling(request, sampling)
     call.generation.check_samples([n], "sampling_params.n", "token_ids")
-    return _Asked(
+    return _ReplyOptions(
         rid=fields.take("request_id", str, "") or uuid.uuid4().hex,
         model=name,
         n=n,
@@ -171,23 +171,23 @@ async def _read(call: Call, fields: Fields, request: GenerateRequest, name: str,
     )
 
 
-def _sampling(request: GenerateRequest, given: Fields) -> int:
+def _sampling(request: GenerateRequest, sampling: Fields) -> int:
     """Set the sampling parameters. Return the number of samples."""
-    given.refuse(_WITHOUT)
+    sampling.refuse(_WITHOUT)
     params = request.sampling_params
     for name, parameter in _SAMPLING.items():
-        value = given.take(name, object, None)
+        value = sampling.take(name, object, None)
         if value is not None:
             assign(params, parameter, value, f"sampling_params.{name}")
-    assign(params, "max_new_tokens", given.take("max_tokens", int, LONGEST), "sampling_params.max_tokens")
-    top_k = given.take("top_k", int, None)
+    assign(params, "max_new_tokens", sampling.take("max_tokens", int, LONGEST), "sampling_params.max_tokens")
+    top_k = sampling.take("top_k", int, None)
     if top_k is not None:
         assign(params, "top_k", top_k or -1, "sampling_params.top_k")
-    stop = given.take("stop", str | list, None)
+    stop = sampling.take("stop", str | list, None)
     if stop is not None:
         assign(params, "stop", [stop] if isinstance(stop, str) else stop, "sampling_params.stop")
-    n = given.take("n", int, 1)
-    given.accept("detokenize", "output_kind", "flat_logprobs", "extra_args")
+    n = sampling.take("n", int, 1)
+    sampling.accept("detokenize", "output_kind", "flat_logprobs", "extra_args")
     return n
 
 
@@ -200,27 +200,27 @@ def sampling_of_chat(fields: Fields) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if value is not None}
 
 
-async def _events(call: Call, asked: _Asked, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
-    head: dict[str, Any] = {"request_id": asked.rid, "output_mode": asked.mode, "usage": None}
+async def _events(call: Call, reply_options: _ReplyOptions, samples: Sequence[RolloutSample]) -> AsyncIterator[bytes]:
+    head: dict[str, Any] = {"request_id": reply_options.rid, "output_mode": reply_options.mode, "usage": None}
     prompt, output_counts = list(samples[0].request.input_ids.ids), [0] * len(samples)
-    first = {"prompt_token_ids": prompt} if asked.ids else {}
+    first = {"prompt_token_ids": prompt} if reply_options.ids else {}
     news = running.streamed(call, samples)
     try:
         async for new in news:
             part = new.part
             output_counts[new.index] += len(part.output_ids)
-            if asked.running_usage:
+            if reply_options.running_usage:
                 head["usage"] = usage(len(prompt), output_counts[new.index])
-            yield event({**head, **first, "choices": [_choice(asked, new.index, part, new.ended)]})
+            yield event({**head, **first, "choices": [_choice(reply_options, new.index, part, new.ended)]})
             first = {}
-        if asked.usage:
+        if reply_options.usage:
             yield event({**head, "choices": [], "usage": usage(len(prompt), sum(output_counts))})
         yield DONE
     finally:
         await news.aclose()
 
 
-def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None) -> dict[str, Any]:
+def _choice(reply_options: _ReplyOptions, index: int, part: Sample, ended: RolloutSample | None) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "token_ids": list(part.output_ids),
@@ -229,33 +229,33 @@ def _choice(asked: _Asked, index: int, part: Sample, ended: RolloutSample | None
         "stop_reason": None,
         "weight_versions": None,
     }
-    if asked.text:
+    if reply_options.text:
         choice["text"] = part.text
-    if asked.tops is not None:
-        choice["logprobs"] = {"content": [_position(asked, entry) for entry in part.output_logprobs]}
+    if reply_options.tops is not None:
+        choice["logprobs"] = {"content": [_position(reply_options, entry) for entry in part.output_logprobs]}
     if ended is not None:
         reason = ended.whole.finish_reason
         choice["finish_reason"] = short_name(FinishType.DESCRIPTOR, reason.type or FINISH_TYPE_ABORT)
         matched = reason.WhichOneof("matched")
         stop = getattr(reason, matched) if matched else None
         # The end-of-text token is no stop that the caller requested.
-        choice["stop_reason"] = stop if isinstance(stop, str) or stop in asked.stops else None
+        choice["stop_reason"] = stop if isinstance(stop, str) or stop in reply_options.stops else None
         choice["weight_versions"] = spans(ended)
     return choice
 
 
-def _position(asked: _Asked, entry: TokenLogprob) -> dict[str, Any]:
+def _position(reply_options: _ReplyOptions, entry: TokenLogprob) -> dict[str, Any]:
     """Return an output position. The token itself is also first among the most likely tokens."""
-    tops = asked.tops or 0
-    tokens = [_token(asked, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
+    tops = reply_options.tops or 0
+    tokens = [_token(reply_options, each, rank) for each, rank in logprobs.ranked(entry, tops)[: max(tops, 1)]]
     return {**tokens[0], "top_logprobs": tokens}
 
 
-def _token(asked: _Asked, entry: TokenLogprob, rank: int) -> dict[str, Any]:
+def _token(reply_options: _ReplyOptions, entry: TokenLogprob, rank: int) -> dict[str, Any]:
     token, logprob = entry.token_id, logprobs.finite(entry.logprob)
-    if not asked.text:
+    if not reply_options.text:
         return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "rank": rank}
-    if asked.tokenizer is None:
+    if reply_options.tokenizer is None:
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
-    text = asked.tokenizer.text(token)
+    text = reply_options.tokenizer.text(token)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
