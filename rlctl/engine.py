@@ -320,7 +320,7 @@ async def recognise(url: str, options: Mapping[str, str]) -> tuple[str, str]:
         if checkpoint:
             return point.name, checkpoint
     kinds = " or ".join(point.name for point in points)
-    raise Reason.FIELD_INVALID.error(f"what answers at {url} is no server of {kinds}", field="url")
+    raise Reason.FIELD_INVALID.error(f"the server at {url} is no server of {kinds}", field="url")
 
 
 def installed_engines() -> list[str]:

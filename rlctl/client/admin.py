@@ -416,7 +416,7 @@ class AsyncAdmin:
                 why = results[slot].error.message or "it does not report its load"
                 busy[slot] = f"its load is unknown: {why}"
             elif requests:
-                busy[slot] = f"{requests} request{'s' if requests > 1 else ''} run or wait"
+                busy[slot] = "1 request runs or waits" if requests == 1 else f"{requests} requests run or wait"
         return busy
 
     async def drain(

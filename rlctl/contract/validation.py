@@ -48,9 +48,7 @@ def check(request: Message) -> None:
         if header.request_id:
             fields.request_id(header.request_id, "header.request_id")
         if header.validate_only and isinstance(request, _ON_OPEN_UPDATE):
-            raise fields.invalid(
-                "what is done to an open update cannot be tried without doing it", "header.validate_only"
-            )
+            raise fields.invalid("validate_only does not apply to a step of an open update", "header.validate_only")
     for field in _labels(kind):
         if label := getattr(request, field):  # every sample and every list of stages carries the label
             fields.name(label, field, fields.MOST_LABEL)

@@ -177,7 +177,7 @@ class Body:
         while True:
             if max(size, declared) > most:
                 raise Reason.MESSAGE_TOO_LARGE.error(
-                    f"the body has {max(size, declared)} bytes or more; {most} are taken", field="body"
+                    f"the body has {max(size, declared)} bytes or more; the maximum is {most}", field="body"
                 )
             if max(size, declared) >= LARGE and not self._room:
                 before = loop.time()

@@ -41,7 +41,7 @@ def answer(document: bytes) -> tuple[int, Any, str]:
         for name in {*_IDS, *_TEXTS} & value.keys():
             size = _largest(value[name])
             if size > MOST_PROMPT_BYTES:
-                text = f"a prompt has {size} bytes; at most {MOST_PROMPT_BYTES} are taken"
+                text = f"a prompt has {size} bytes; the maximum is {MOST_PROMPT_BYTES}"
                 return TOO_LARGE, text, name
     if not _few(value):
         return TOO_LARGE, f"it has more than {MOST_VALUES} values beside its prompts of token ids", "body"

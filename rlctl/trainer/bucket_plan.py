@@ -130,7 +130,7 @@ def fit(model: str, offers: list[Offered], reference: list[TensorMeta], partial:
     missing = sorted(expected.keys() - source_metas.keys())
     if missing and not partial:
         raise Reason.WEIGHTS_INCOMPLETE.error(
-            f"{len(missing)} of {len(expected)} tensors are not given: {', '.join(missing[:5])}",
+            f"{len(missing)} of {len(expected)} tensors are missing: {', '.join(missing[:5])}",
             field="weights",
             next_step="Send every tensor of the rollout checkpoint, or pass partial=True to keep the other tensors.",
         )

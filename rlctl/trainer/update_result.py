@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlctl.contract.outcomes import acknowledged
 from rlctl.v1.common_pb2 import Verification, WeightVersion
@@ -26,7 +26,7 @@ class UpdateResult:
     """
 
     version: WeightVersion
-    operation: Operation
+    operation: Operation = field(repr=False)
     model_digest: str
     bytes_sent: int
     tensors_sent: int

@@ -186,5 +186,5 @@ def refuse_large(name: str, size: int) -> None:
     """Raise MESSAGE_TOO_LARGE for a message of more bytes than servers accept. ``name``: type of the message."""
     if size > REFUSED_ABOVE_BYTES:
         raise Reason.MESSAGE_TOO_LARGE.error(
-            f"{name} has {size} bytes; at most {REFUSED_ABOVE_BYTES} are taken", field=name
+            f"{name} has {size} bytes; the maximum is {REFUSED_ABOVE_BYTES}", field=name
         )

@@ -253,7 +253,7 @@ def test_a_stage_that_is_drained_is_disabled_with_its_reason_and_idle(rlctl: Liv
         next(events)
         late = rlctl("drain", "a", "--for", "a new disk", "--timeout", "1s")
         assert late.code == 6
-        assert "a: 1 request run or wait" in late.err
+        assert "a: 1 request runs or waits" in late.err
         assert "The stages stay disabled" in late.err
         assert words(rlctl("get", "stages").out)[1][-4:] == ["disabled:", "a", "new", "disk"]
         events.close()

@@ -31,7 +31,7 @@ import click
     default="sync",
     show_default=True,
     type=click.Choice(["sync", "one-step-off", "async"]),
-    help="Generate, then train; train on the samples of the step before; or on whatever has finished.",
+    help="Generate, then train; train on the samples of the step before; or on any finished samples.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per step, a last one with the verdict.")

@@ -177,7 +177,7 @@ def model_view(model: Model, stages: Sequence[Stage]) -> View:
                 ("Updatable", values.yes(model.updatable)),
                 ("Min healthy", health(model, sum(stage.routable for stage in stages))),
                 ("Open update", model.update_id),
-                ("Held by", model.update_owner),
+                ("Owner", model.update_owner),
                 (
                     "Update lease",
                     f"{values.duration(model.update_lease)} left" if model.HasField("update_lease") else "",
@@ -217,7 +217,7 @@ def _stage_tables(stage: Stage) -> list[Table]:
             ("Open update", report.update_id),
             ("Staging", stage.staging_update_id),
             ("Healed at", values.moment(stage.heal_time)),
-            ("Unhealable", "yes: its version has no source" if stage.unhealable else ""),
+            ("Unhealable", "yes: its version has no heal source" if stage.unhealable else ""),
             ("Paused", short_name(PauseMode.DESCRIPTOR, report.pause_mode) if report.paused else ""),
             ("Paused by name", _pause(stage.pause) if stage.HasField("pause") else ""),
             *((f"Adapter {name}", why) for name, why in _paused_adapters(stage)),

@@ -18,7 +18,7 @@ def check_options(options: verbs_pb2.UpdateOptions) -> None:
     if options.digest == verbs_pb2.DIGEST_FUNCTION_AS_VERIFIED:
         raise fields.invalid("as_verified is for CheckWeights only", "options.digest")
     if options.verify == common_pb2.VERIFICATION_LEVEL_DECODE:
-        raise fields.invalid("decode is asked for by decode_check, beside a level of the bytes", "options.verify")
+        raise fields.invalid("decode is no level of the bytes; set decode_check", "options.verify")
 
 
 def check_adapter_options(options: verbs_pb2.UpdateOptions) -> None:

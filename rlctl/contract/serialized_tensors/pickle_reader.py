@@ -220,7 +220,7 @@ class PickleReader:
         arguments, name = self._pop(), self._pop()
         constructor = self._names.constructors.get(name) if isinstance(name, Name) else None
         if constructor is None or type(arguments) is not tuple:
-            raise self.invalid("the pickle calls what is no constructor of a tensor")
+            raise self.invalid("the pickle calls a function other than the constructors of tensors")
         try:
             self._stack.append(constructor(arguments))
         except ValueError as error:
@@ -284,13 +284,13 @@ class PickleReader:
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
         if type(target) is not list:
-            raise self.invalid("the pickle appends to what is no list")
+            raise self.invalid("the pickle appends to a value that is no list")
         target.extend(values)
 
     def _update(self, values: list[Any]) -> None:
         target = self._top()
         if type(target) is not dict or len(values) % 2 or any(type(key) is not str for key in values[::2]):
-            raise self.invalid("the pickle sets entries of what is no dict of texts")
+            raise self.invalid("the pickle sets entries of a value that is no dict with text keys")
         target.update(zip(values[::2], values[1::2], strict=True))
 
 

@@ -240,7 +240,7 @@ class Planner:
         model = self._roster.model(request.model)
         if request.num_sources > MOST_SOURCES:
             raise Reason.FIELD_INVALID.error(
-                f"num_sources is {request.num_sources}, at most {MOST_SOURCES} are taken", field="num_sources"
+                f"num_sources is {request.num_sources}; the maximum is {MOST_SOURCES}", field="num_sources"
             )
         if not model.record.updatable and request.kind != UPDATE_KIND_ADAPTER:
             raise Reason.MODEL_FROZEN.error(f"{request.model} is frozen: it receives no weights", field="model")

@@ -27,7 +27,7 @@ COMMON = {
     404: "no such engine",
     413: "the body is too large",
     503: "no coordinator, or no engine, can be reached",
-    504: "the time was up; what became of it is not known",
+    504: "the time was up; the outcome is not known",
 }
 """Responses that every row may give."""
 

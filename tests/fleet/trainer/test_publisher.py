@@ -216,6 +216,7 @@ async def test_a_stage_that_a_version_has_not_come_to_is_named(
                 Source(lambda: None), version="two", checkpoint=checkpoint("two"), verify="none"
             )
         assert result.left_out == {"a": "absent"}
+        assert "stage_results" not in repr(result), "a printed result has a line, not a page"
         assert "version two was not sent to a (absent)" in caplog.text
         await fleet.until(lambda stages: all(stage.routable for stage in stages))
         caplog.clear()
