@@ -149,7 +149,7 @@ def test_a_refused_change_is_not_what_the_fleet_is_kept_at(holder: _Supervisor, 
     assert refused.error.reason is (Reason.FIELD_INVALID if listen.endswith(":0") else Reason.FIELD_CONFLICT)
     holder._tell_state(fleet_state.READY)
     assert kept() == before
-    assert holder._wanted.restart
+    assert holder._deployment.restart
     assert holder._fleet.engines == []
 
 

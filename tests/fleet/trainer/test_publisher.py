@@ -223,7 +223,7 @@ async def test_a_stage_that_a_version_has_not_come_to_is_named(
         result = await publisher.update(
             Source(lambda: None), version="three", checkpoint=checkpoint("three"), verify="none"
         )
-        assert (result.left_out, caplog.text.count("has not come")) == ({}, 0)
+        assert (result.left_out, caplog.text.count("was not sent to")) == ({}, 0)
 
 
 async def test_an_update_from_disk_that_a_quorum_serves_is_a_result(
