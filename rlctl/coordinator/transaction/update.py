@@ -539,8 +539,8 @@ class Update:
             result.outcome = common_pb2.OUTCOME_REJECTED
             if result.state == common_pb2.STAGE_STATE_DIRTY:
                 result.outcome = OUTCOME_DIRTY
-            elif result.state == common_pb2.STAGE_STATE_FAILED and not self.aside:
-                result.outcome = OUTCOME_UNKNOWN  # FAILED hides whether the weights are a mixture
+            elif result.state == common_pb2.STAGE_STATE_FAILED and self.adapter is None:
+                result.outcome = OUTCOME_UNKNOWN  # FAILED hides whether the weights are a mixture, also after a swap
             result.error.CopyFrom(error.detail())
         elif result.outcome != OUTCOME_DIRTY:
             # The abort did not reach the target, which may be partly written.
