@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason
+from rlctl.engine import Call
 from rlctl.sdk.aio import AsyncFleet
+from rlctl.testing import fake_engine
 from rlctl.testing.fake_engine import FakeEngine
 from rlctl.testing.in_process_fleet import InProcessFleet
+from rlctl.v1.common_pb2 import STAGE_STATE_READY
 from rlctl.v1.results_pb2 import Operation
 from rlctl.v1.verbs_pb2 import FlushCacheRequest
 
@@ -83,3 +87,29 @@ async def test_a_reset_that_is_refused_after_its_pause_lets_them_go_on(
         async with http.post(RESET) as response:
             assert (response.status, (await response.json())["error"]["reason"]) == (409, "UPDATE_IN_PROGRESS")
         assert await paused(http) == [False, False]
+
+
+async def test_a_stage_that_loses_a_rank_as_it_wakes_up_leaves_the_others_generating(
+    make_fleet: Callable[..., Any], open_gateway: Any
+) -> None:
+    async with make_fleet(a=1, b=2) as fleet, open_gateway(fleet.server.address, "vllm") as http:
+        follower = fleet.workers.pop(("b", 1))
+        lost: list[asyncio.Task[None]] = []
+
+        async def lose_rank_1() -> None:
+            await asyncio.sleep(0.5)  # its answer has arrived
+            await follower.stop()
+
+        async def lose(engine: FakeEngine, method: str, call: Call) -> None:
+            if method == "resume_memory" and engine.config.tp_size == 2:
+                engine._delay = 1.5
+                lost.append(asyncio.create_task(lose_rank_1()))
+
+        async with http.post("/sleep?level=1") as response:
+            assert response.status == 200
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = lose
+        async with http.post("/wake_up") as response:
+            assert response.status == 207
+        await asyncio.gather(*lost)
+        assert len(lost) == 1
+        assert fleet.stage("a").state == STAGE_STATE_READY

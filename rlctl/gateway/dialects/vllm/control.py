@@ -14,7 +14,7 @@ from rlctl.gateway.dialects.vllm import requests
 from rlctl.gateway.http import engine_urls
 from rlctl.gateway.http.call import Call, confirmed
 from rlctl.gateway.http.dialect import Reply, Route, plain_error
-from rlctl.v1.common_pb2 import STAGE_STATE_PAUSED, StageState
+from rlctl.v1.common_pb2 import STAGE_STATE_FAILED, STAGE_STATE_PAUSED, StageState
 from rlctl.v1.results_pb2 import OPERATION_STATE_OK, Operation, StageResult
 from rlctl.v1.update_pb2 import BeginWeightUpdateRequest, CommitWeightUpdateRequest
 from rlctl.v1.verbs_pb2 import (
@@ -159,7 +159,7 @@ async def _refuse(call: Call, step: Message) -> None:
 
 async def _go_on(call: Call, woken: Operation) -> Operation:
     """Continue engines with all memory back and good weights: a vLLM server generates once it is awake."""
-    if any(result.state != STAGE_STATE_PAUSED for result in woken.stage_results):
+    if {result.state for result in woken.stage_results} - {STAGE_STATE_FAILED} != {STAGE_STATE_PAUSED}:
         return woken
     return await _carry_out(call, ContinueGenerationRequest(), "continue")
 
