@@ -56,10 +56,13 @@ class Ongoing:
         refusals = {
             adapter: _refusal(serving, self._clock, adapter) for adapter in {each.adapter for each in self._requests}
         }
+        now = self._clock.now()
         for request in self._requests:
             refusal = refusals[request.adapter]
             if refusal is not None:
                 request.cut(refusal)
+            elif now >= request.deadline:  # its timer met a wait that was being cancelled by a timeout of the engine
+                request.time_up()
         again = asyncio.get_running_loop().call_later
         self._looking = again(LOOK_S, self._look) if self._requests else None
 
@@ -68,6 +71,7 @@ class OngoingRequest:
     """A running request. Waits for the next part of the engine only while the stage may send it.
 
     Attributes:
+        deadline: time of the clock, in seconds.
         limit: timer that ends the request at its deadline.
     """
 
@@ -76,7 +80,7 @@ class OngoingRequest:
         self.limit: asyncio.TimerHandle | None = None
         self._serving = serving
         self._clock = clock
-        self._deadline = deadline
+        self.deadline = deadline
         self._task: asyncio.Task[object] | None = None  # while the request waits
         self._cancelled = 0
         self._error: RlctlError | None = None
@@ -91,7 +95,7 @@ class OngoingRequest:
         Raises DEADLINE_EXCEEDED; STAGE_NOT_SERVING if no further tokens may be sent; ENGINE_FAILED if the engine
         cancels the request without an error; and the engine's own error.
         """
-        if self._clock.now() >= self._deadline:
+        if self._clock.now() >= self.deadline:
             raise _late()
         with self:
             part = await read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, suppress
 from types import MappingProxyType
@@ -246,6 +247,22 @@ async def test_a_request_that_its_caller_ends_is_not_interrupted_as_it_ends(host
     await asyncio.wait({waiting})
     assert waiting.cancelled()
     assert ended
+
+
+async def test_time_that_is_up_while_the_engine_ends_a_wait_of_its_own_is_up_at_the_next_look(host: Host) -> None:
+    async def ends_a_wait() -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()  # as asyncio.wait_for does from Python 3.12 on
+        time.sleep(2 * SOON_S)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the timer of the request comes now
+        task.uncancel()
+        return await new()
+
+    async with asyncio.timeout(5):
+        assert await reason(host.wait(ends_a_wait(), left=SOON_S)) is Reason.DEADLINE_EXCEEDED
 
 
 async def test_time_that_is_up_while_the_caller_takes_its_time_ends_the_next_wait(host: Host) -> None:
