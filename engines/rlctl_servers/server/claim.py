@@ -16,15 +16,19 @@ from rlctl.contract.errors import Reason
 
 log = logging.getLogger(__name__)
 
+_OWN: set[Path] = set()
+"""Claims of this process. A pid does not tell: it can be the same in two containers that share the directory."""
+
 
 def place_id(url: str) -> str:
     """Return a short id of the server at a URL. A loopback address means another server in another namespace."""
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     where = ""
     if host.startswith("127.") or host == "::1":
         where = "@".join(_here())
-    return hashlib.sha256(f"{host} {parts.port} {parts.path} {where}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{host} {port} {parts.path} {where}".encode()).hexdigest()[:16]
 
 
 def _here() -> list[str]:
@@ -53,7 +57,7 @@ class Claim:
         except OSError as error:
             log.warning("another stage server at %s at %s would not be noticed: %s", product, url, error)
             return
-        if holder not in ("0", str(os.getpid())):
+        if self._lock < 0 and self._path not in _OWN:
             raise Reason.OPERATION_CONFLICT.error(
                 f"{product} at {url} has another stage server (pid {holder})",
                 field="options.url",
@@ -66,12 +70,13 @@ class Claim:
             shutil.rmtree(self._path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+            _OWN.discard(self._path)
 
     def _take(self) -> str:
         """Lock the directory, or return the pid of its holder; "0" if the directory was removed meanwhile."""
         self._path.mkdir(mode=0o700, exist_ok=True)
         pid = self._path / "pid"
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
             lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, lock)
             if os.fstat(lock).st_uid != os.getuid():
@@ -80,8 +85,9 @@ class Claim:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return pid.read_text() if pid.exists() else "not known yet"
-            if self._path.exists() and os.fstat(lock).st_ino == self._path.stat().st_ino:
+            if os.fstat(lock).st_ino == self._path.stat().st_ino:
                 pid.write_text(str(os.getpid()))
                 self._lock = lock
+                _OWN.add(self._path)
                 stack.pop_all()
         return "0"

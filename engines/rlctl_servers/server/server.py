@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -125,13 +127,15 @@ class Server(abc.ABC):
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
             async with asyncio.timeout(GONE_S):
-                _, writer = await asyncio.open_connection(parts.hostname, port)
-        except ConnectionRefusedError:
-            return True
+                addresses = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+                for *_, at in addresses:
+                    with contextlib.suppress(ConnectionRefusedError):
+                        _, writer = await asyncio.open_connection(*at[:2])
+                        writer.close()
+                        return False
         except OSError:  # also a timeout: the server may live
             return False
-        writer.close()
-        return False
+        return True
 
     async def _look(self) -> None:
         """Report that the server is gone, or that its front is silent."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 from rlctl_servers.server import server
-from rlctl_servers.server.claim import Claim
+from rlctl_servers.server.claim import Claim, place_id
 from rlctl_servers.server.http import Http
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -103,6 +103,21 @@ async def test_a_second_stage_server_is_refused_while_the_first_one_lives(other:
         assert said(third) == "released"
 
 
+def test_the_default_port_is_the_same_place() -> None:
+    assert place_id("http://host") == place_id("http://host:80") != place_id("https://host")
+
+
+async def test_a_claim_of_another_process_with_the_same_pid_refuses(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Containers that share the directory have processes with equal pids."""
+    assert said(other) == "claimed"
+    (claim,) = tmp_path.iterdir()
+    (claim / "pid").write_text(str(os.getpid()))
+    with pytest.raises(RlctlError, match="another stage server"):
+        Claim("vLLM", URL)
+
+
 async def test_a_server_that_cannot_be_attached_to_is_not_claimed() -> None:
     with pytest.raises(RlctlError, match="paused"):
         await Unready(None, Http("vLLM", URL), lambda _: None).start()
@@ -120,8 +135,9 @@ def test_a_claim_that_cannot_be_taken_refuses_nobody(tmp_path: Path, caplog: pyt
     assert path.is_symlink()
 
 
-async def test_a_server_is_gone_once_nothing_listens_at_its_address() -> None:
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+async def test_a_server_is_gone_once_nothing_listens_at_its_addresses(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        attached = Ready(None, Http("vLLM", f"http://127.0.0.1:{listener.getsockname()[1]}"), lambda _: None)
+        attached = Ready(None, Http("vLLM", f"http://{name}:{listener.getsockname()[1]}"), lambda _: None)
         assert not await attached.is_gone()
     assert await attached.is_gone()
