@@ -254,7 +254,7 @@ async def test_time_that_is_up_while_the_engine_ends_a_wait_of_its_own_is_up_at_
         task = asyncio.current_task()
         assert task is not None
         task.cancel()  # as asyncio.wait_for does from Python 3.12 on
-        time.sleep(2 * SOON_S)
+        time.sleep(2 * SOON_S)  # noqa: ASYNC251 - the loop is busy
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
         await asyncio.sleep(0)  # the timer of the request comes now

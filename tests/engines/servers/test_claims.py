@@ -107,9 +107,7 @@ def test_the_default_port_is_the_same_place() -> None:
     assert place_id("http://host") == place_id("http://host:80") != place_id("https://host")
 
 
-async def test_a_claim_of_another_process_with_the_same_pid_refuses(
-    other: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_a_claim_of_another_process_with_the_same_pid_refuses(other: subprocess.Popen[str], tmp_path: Path) -> None:
     """Containers that share the directory have processes with equal pids."""
     assert said(other) == "claimed"
     (claim,) = tmp_path.iterdir()
