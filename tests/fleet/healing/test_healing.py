@@ -385,7 +385,7 @@ async def test_what_a_quarantined_stage_would_leave_as_it_is_nobody_vouches_for(
         await roster.quarantine({roster.slots["a"]: Reason.WEIGHTS_STALE.error("not verified yet").detail()})
         error = await refusal(begin(fleet, kind=v.UPDATE_KIND_PARTIAL))
         assert (error.reason, error.field) == (Reason.BASE_MISMATCH, "kind")
-        assert error.message == "a may not be at version 'initial': not verified yet"
+        assert error.message == "a is possibly not at version 'initial': not verified yet"
         plan = await begin(fleet, kind=v.UPDATE_KIND_PARTIAL, options=v.UpdateOptions(quorum=1))
         assert [target.slot for target in plan.targets] == ["b"]
         await abort(fleet, plan)

@@ -193,7 +193,7 @@ async def test_a_pause_that_cannot_wait_for_one_that_is_cut_off_is_taken_back(
         request.header.timeout.FromMilliseconds(300)
         operation = await fleet.stub.PauseGeneration(request)
         assert (operation.state, operation.error.reason) == (OPERATION_STATE_FAILED, "DEADLINE_EXCEEDED")
-        assert operation.error.message.startswith("a could not be told")
+        assert operation.error.message.startswith("a was not paused: it has no link")
         assert on_record(fleet) == []
         comes_back()
         await fleet.until(lambda stages: all(stage.routable for stage in stages))
