@@ -29,7 +29,7 @@ GIVES_UP_S = 30.0
 
 @pytest.fixture
 def slow(tmp_path: Path) -> list[str]:
-    """Flags of a fleet whose engine never loads."""
+    """Flags of a fleet with an engine that never loads."""
     checkpoint = tmp_path / "slow"
     checkpoint.mkdir()
     os.mkfifo(checkpoint / "weights.txt")

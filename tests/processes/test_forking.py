@@ -1,4 +1,4 @@
-"""Processes that tests fork from one that has their imports: they are what a process of their own would be."""
+"""A forked process has the arguments, environment, streams and status of one that an interpreter has started."""
 
 from __future__ import annotations
 

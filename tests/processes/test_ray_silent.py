@@ -1,4 +1,4 @@
-"""A Ray cluster whose head does not answer any more: what waits for it ends, and names what it has waited for."""
+"""Calls to a silent head of a Ray cluster end, and their errors name the call."""
 
 from __future__ import annotations
 

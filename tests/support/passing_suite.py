@@ -190,7 +190,7 @@ SPECIAL = len(tiny_.VOCABULARY) - len(CHARACTERS)
 
 
 def peaked(tiny: tuple[Any, Path], directory: Path) -> Path:
-    """Write a checkpoint whose samples do not depend on chance, with a chat template. Return its directory."""
+    """Write a checkpoint with repeatable samples and a chat template. Return its directory."""
     model = copy.deepcopy(tiny[0])
     with torch.no_grad():
         model.lm_head.weight.mul_(PEAK)

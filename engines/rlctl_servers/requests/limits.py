@@ -113,8 +113,7 @@ def engine_fields(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the server's own fields and its own sampling fields of a request.
 
-    Only fields, which cannot contradict or endanger anything, are allowed. Raises FIELD_INVALID for other
-    fields.
+    The allowed fields cannot contradict the request or endanger the server. Raises FIELD_INVALID for other fields.
     """
     try:
         fields = MessageToDict(request.engine_fields) if request.HasField("engine_fields") else {}

@@ -209,7 +209,7 @@ def levels(
 
     Args:
         together: as for :func:`reached`.
-        digesting: slots whose ranks digest the tensors on arrival.
+        digesting: slots with ranks that digest the tensors on arrival.
         adapter: the update loads an adapter. An engine that answers for all ranks confirms after every rank has loaded
             it.
 
