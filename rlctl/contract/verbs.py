@@ -45,7 +45,6 @@ class Verb:
         relieves: ends work, or lets the fleet go on, and therefore begins beyond the quota of its caller.
         fleet: the coordinator offers the verb; false for the steps of the update protocol.
         scopes: scopes of which a caller of the coordinator needs one. At stages and workers only the fleet may call.
-        implemented: the verb's code exists; otherwise the verb answers UNIMPLEMENTED.
         cli: words of the verb's command, "memory release"; "" without a command.
         data: field of RankResult with the verb's answer; "" without an answer.
     """
@@ -64,7 +63,6 @@ class Verb:
     relieves: bool = False
     fleet: bool = True
     scopes: tuple[Scope, ...] = (Scope.FLEET,)
-    implemented: bool = True
     cli: str = ""
     data: str = ""
 

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from rlctl.command_stream.executor import Executor
 from rlctl.contract.durations import seconds
-from rlctl.contract.errors import Reason, RlctlError
+from rlctl.contract.errors import RlctlError
 from rlctl.contract.validation import check
 from rlctl.contract.verbs import Service, Verb, offered_by
 from rlctl.ports import Clock
@@ -59,8 +59,6 @@ async def _refuse(link: ServedLink, error: RlctlError) -> None:
 def _unary(verb: Verb, executor: Callable[[], Executor], clock: Clock) -> Unary:
     async def call(request: Message, remaining_s: float | None) -> Message:
         check(request)
-        if not verb.implemented:
-            raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
         header = request.header  # type: ignore[attr-defined]
         timeout_s = seconds(header.timeout) if header.HasField("timeout") else verb.deadline_s
         packed = Packed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import socket
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from cli_helpers import Cli, LiveFleet
 
 from rlctl.cli.app import connection
 from rlctl.contract.errors import Reason
-from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
 from rlctl.ports import new_uuid7
 from rlctl.testing.fake_engine import FAULTS, FakeEngine
@@ -151,16 +149,6 @@ def test_errors_are_json_on_stderr_with_json_output(rlctl: LiveFleet) -> None:
     usage = rlctl("pause", "--mode", "gently", "-o", "json")
     assert usage.code == 2
     assert usage.error["reason"] == "USAGE"
-
-
-def test_a_verb_that_is_not_written_yet_answers_unimplemented(
-    rlctl: LiveFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(VERBS, "GetLoads", dataclasses.replace(VERBS["GetLoads"], implemented=False))
-    ran = rlctl("loads", "-o", "json")
-    assert ran.code == 1
-    assert ran.error["reason"] == "NOT_IMPLEMENTED"
-    assert ran.error["status"] == "UNIMPLEMENTED"
 
 
 def test_a_partial_failure_prints_the_outcomes_and_how_to_go_on(make_fleet: Callable) -> None:

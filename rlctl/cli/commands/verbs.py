@@ -70,7 +70,7 @@ def about(verb: Verb) -> tuple[str, dict[str, str]]:
             break
     else:
         text, answers = comments.summary(verb.request.DESCRIPTOR.full_name), {}
-    return text if verb.implemented else f"{text} (not implemented yet)", answers
+    return text, answers
 
 
 def targeting() -> list[click.Parameter]:

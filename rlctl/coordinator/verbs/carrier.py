@@ -41,8 +41,6 @@ class Carrier:
     async def carry_out(self, request: Any, remaining_s: float | None) -> Operation:
         """Carry out a valid request. ``remaining_s``: time until the caller's deadline."""
         verb, route = of_request(request), route_of(request)
-        if not verb.implemented:
-            raise Reason.NOT_IMPLEMENTED.error(f"{verb.name} is in the contract; its code does not exist yet")
         timeout_s = _timeout(request.header, verb.deadline_s, remaining_s)
         wait = not getattr(request, "is_async", False)
         if is_implicit(request):

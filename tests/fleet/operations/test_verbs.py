@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import grpc
 import grpc.aio
@@ -12,7 +11,6 @@ from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
-from rlctl.contract.verbs import VERBS
 from rlctl.engine import Call
 from rlctl.ports import new_uuid7
 from rlctl.sdk import aio
@@ -116,15 +114,6 @@ async def test_bad_requests_reach_no_engine(fleet: InProcessFleet) -> None:
         assert error.field == field
     assert seen == []
     assert fleet.stage("a").routable
-
-
-async def test_a_verb_without_code_is_unimplemented_never_success(
-    fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, request in (("FlushCache", v.FlushCacheRequest()), ("GetLoads", v.GetLoadsRequest())):
-        monkeypatch.setitem(VERBS, name, dataclasses.replace(VERBS[name], implemented=False))
-        error = await refusal(getattr(fleet.stub, name)(request))
-        assert error.reason is Reason.NOT_IMPLEMENTED
 
 
 async def test_an_oversized_message_is_refused_with_its_size(fleet: InProcessFleet) -> None:
