@@ -28,7 +28,8 @@ from rlctl.coordinator.journal.records import parsed
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import Fanout
 from rlctl.coordinator.operations.idempotency_keys import Keys
-from rlctl.coordinator.operations.operations import RETAINED, Operations, Run, page_token
+from rlctl.coordinator.operations.operations import RETAINED, Operations, page_token
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.coordinator.pauses.pause import Pausing
 from rlctl.coordinator.pauses.pause_expiry import Lifting

@@ -16,7 +16,8 @@ from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.fanout import Fanout
-from rlctl.coordinator.operations.operations import Operations, Run
+from rlctl.coordinator.operations.operations import Operations
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.service import Coordinator
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.commit import Commit

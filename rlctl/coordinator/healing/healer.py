@@ -26,7 +26,7 @@ from rlctl.coordinator.healing.from_peer import FromPeer, refuse_failed
 from rlctl.coordinator.healing.orphans import HEAL_MARK
 from rlctl.coordinator.healing.sources import Sources, needs_heal, unverifiable
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction.adapters import CommitAdapter
 from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.transaction.planner import in_progress

@@ -6,9 +6,9 @@ whose result has a wrong incarnation or epoch, or contradicts the results of its
 
 Imports: coordinator.fleet, coordinator.journal, contract, ports.
 
-Start with ``operations.py`` (``Operations.start``; ``Operations.known``: the run of a repeated request id) and
-``fanout.py`` (``Fanout.run``). When a coordinator restarts, ``Operations.load`` deletes the records of open updates and
-ends running operations as UNKNOWN. ``collective_fanout.py`` is the fan-out in which ranks wait for each other.
-``call_coalescing.py`` joins equal calls for single engines; ``idempotency_keys.py`` exchanges callers' keys for request
-ids.
+Start with ``operations.py`` (``Operations.start``; ``Operations.known``: the run of a repeated request id), ``run.py``
+(``Run``: an accepted operation and its results) and ``fanout.py`` (``Fanout.run``). When a coordinator restarts,
+``Operations.load`` deletes the records of open updates and ends running operations as UNKNOWN.
+``collective_fanout.py`` is the fan-out in which ranks wait for each other. ``call_coalescing.py`` joins equal calls for
+single engines; ``idempotency_keys.py`` exchanges callers' keys for request ids.
 """

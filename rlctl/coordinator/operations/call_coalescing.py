@@ -19,7 +19,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason
-from rlctl.coordinator.operations.operations import Operations, Run, body_hash
+from rlctl.coordinator.operations.operations import Operations, body_hash
+from rlctl.coordinator.operations.run import Run
 from rlctl.ports import CALLER, Clock
 
 JOINED_S = 60.0

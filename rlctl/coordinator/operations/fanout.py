@@ -18,7 +18,7 @@ from rlctl.coordinator.fleet.capabilities import incapable
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.stage_links import Peers
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import (
     OUTCOME_DIRTY,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.ports import Put
 from rlctl.v1.common_pb2 import (
     OUTCOME_APPLIED,

@@ -24,7 +24,7 @@ from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
 from rlctl.coordinator.operations.context import Context
 from rlctl.coordinator.operations.fanout import continuing
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_SKIPPED, PAUSE_MODE_ABORT, Target
 from rlctl.v1.fleet_pb2 import Pause

@@ -17,7 +17,7 @@ from rlctl.coordinator.fleet.capabilities import can_digest
 from rlctl.coordinator.fleet.model_state import ModelState, model_put
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.commit import NOT_CONFIRMED, Commit, Levels
 from rlctl.coordinator.transaction.verification_levels import Expected

@@ -15,7 +15,7 @@ from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction.planner import in_progress
 from rlctl.v1.common_pb2 import (
     EVIDENCE_ENGINE,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction.commit import Commit
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook

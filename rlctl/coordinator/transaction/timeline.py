@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rlctl.contract.durations import seconds, set_duration
 from rlctl.coordinator.fleet.slot import Slot
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction.verification_levels import Level
 from rlctl.ports import Clock
 from rlctl.v1.common_pb2 import (

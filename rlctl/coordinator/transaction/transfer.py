@@ -13,7 +13,7 @@ from rlctl.coordinator.fleet.model_state import model_put
 from rlctl.coordinator.fleet.slot import Slot, names
 from rlctl.coordinator.operations.collective_fanout import Together
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction import process_groups
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.process_groups import GroupBook

@@ -20,7 +20,7 @@ from rlctl.coordinator.fleet.model_state import ModelState
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.collective_fanout import has_left
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.coordinator.transaction import verification_levels
 from rlctl.coordinator.transaction.owner import Owner

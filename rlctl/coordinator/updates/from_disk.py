@@ -9,7 +9,7 @@ import logging
 from rlctl.contract.errors import Reason
 from rlctl.contract.outcomes import acknowledged, blame
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction.planner import Planner
 from rlctl.coordinator.transaction.update import Update
 from rlctl.coordinator.transaction.verification_levels import Expected

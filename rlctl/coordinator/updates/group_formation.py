@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from rlctl.contract.errors import Reason
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.call_coalescing import Joined, Joining
-from rlctl.coordinator.operations.operations import Run, body_hash
+from rlctl.coordinator.operations.operations import body_hash
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction import process_groups
 from rlctl.v1.common_pb2 import OUTCOME_NOT_SENT
 from rlctl.v1.verbs_pb2 import GroupMember, InitWeightsUpdateGroupRequest

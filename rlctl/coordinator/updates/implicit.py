@@ -29,7 +29,7 @@ from rlctl.coordinator.fleet import versions
 from rlctl.coordinator.fleet.slot import Slot, names
 from rlctl.coordinator.operations.call_coalescing import Joined
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction.planner import Planner, in_progress
 from rlctl.coordinator.transaction.rename_version import relabel
 from rlctl.coordinator.transaction.transfer import Transfer, Write

@@ -20,7 +20,7 @@ from rlctl.coordinator.healing.healer import GRACE_S, MAKE_WAY_S, Healer
 from rlctl.coordinator.healing.orphans import Orphans
 from rlctl.coordinator.operations.call_coalescing import Joining
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.transaction import adapters
 from rlctl.coordinator.transaction.adapters import CommitAdapter
 from rlctl.coordinator.transaction.commit import Commit

@@ -15,7 +15,7 @@ from rlctl.contract.scopes import calling
 from rlctl.contract.verbs import Verb, of_request
 from rlctl.coordinator.fleet.capabilities import incapable_all
 from rlctl.coordinator.fleet.slot import Slot, names
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.verbs.routes import Call, Parts, is_implicit, route_of
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.journal_pb2 import OperationRecord

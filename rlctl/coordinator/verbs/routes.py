@@ -13,7 +13,7 @@ from rlctl.contract.verbs import spoils
 from rlctl.coordinator.fleet.capabilities import refuse_keyed_check, refuse_unpaused
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.operations.context import Context
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.coordinator.pauses.continue_when_resident import Waking
 from rlctl.coordinator.pauses.pause import PAUSED_LATER, Pausing, refuse_unknown_adapter
 from rlctl.coordinator.transaction import adapters

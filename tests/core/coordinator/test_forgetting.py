@@ -16,7 +16,8 @@ from rlctl.coordinator.fleet import roster
 from rlctl.coordinator.fleet.roster import Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.journal.sqlite import SqliteJournal
-from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, Run, page_token
+from rlctl.coordinator.operations.operations import RETAINED_BYTES, Operations, page_token
+from rlctl.coordinator.operations.run import Run
 from rlctl.ports import Delete, Put, SystemClock
 from rlctl.v1.common_pb2 import RequestHeader
 from rlctl.v1.fleet_pb2 import StageRegistration

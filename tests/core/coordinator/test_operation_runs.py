@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rlctl.coordinator.fleet.observer import Observer, Observers
-from rlctl.coordinator.operations.operations import Run
+from rlctl.coordinator.operations.run import Run
 from rlctl.v1.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED
 from rlctl.v1.journal_pb2 import OperationRecord
 from rlctl.v1.results_pb2 import OPERATION_STATE_RUNNING, Operation, Phase, StageResult, Timeline
