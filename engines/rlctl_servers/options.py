@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rlctl.contract.errors import Reason
 from rlctl.engine import HttpRoute
@@ -86,13 +87,30 @@ def check_arguments(product: str, arguments: Collection[str], reserved: Collecti
 def address(settings: Mapping[str, str], arguments: Collection[str]) -> str:
     """Return option ``url``, a running server, or "". Raises FIELD_INVALID, and FIELD_CONFLICT beside settings."""
     url = settings.get("url", "").rstrip("/")
-    if url and not url.startswith(("http://", "https://")):
-        raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field="options.url")
+    if url:
+        check_url(url, "options.url")
     if url and (extra := [*arguments, *({"python", "start_s"} & settings.keys())]):
         raise Reason.FIELD_CONFLICT.error(
             f"a server that runs already takes no settings: {', '.join(sorted(extra))}", field=f"options.{extra[0]}"
         )
     return url
+
+
+def check_url(url: str, field: str) -> None:
+    """Raise FIELD_INVALID for text that is no address of an HTTP server, and for an address with a password."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # the port or the brackets of an IPv6 address
+        valid = False
+    if not valid:
+        raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field=field)
+    if parts.username is not None:
+        raise Reason.FIELD_INVALID.error(
+            f"the address of {parts.hostname} contains a name or password, and addresses stand in logs",
+            field=field,
+            next_step="Give the server a key, and rlctl the file with the key.",
+        )
 
 
 def key(settings: Mapping[str, str], name: str) -> str:

@@ -73,15 +73,23 @@ class Client:
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def request(
-        self, origin: Origin, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
+        self,
+        origin: Origin,
+        method: str,
+        target: str,
+        headers: Sequence[tuple[str, str]],
+        body: bytes,
+        *,
+        once: bool = False,
     ) -> Response:
-        """Send a request, once, and return its answer, when the head has come. The caller closes the answer.
+        """Send a request, one time, and return its answer, when the head has come. The caller closes the answer.
 
-        ``headers``: without Host and Content-Length. Raises NotConnected, Broken; ValueError for a header with a line
-        break or NUL.
+        ``headers``: without Host and Content-Length; ``once``: over a connection for this request only. Raises
+        NotConnected, Broken; ValueError for a header with a line break or NUL.
         """
         head = _head(origin, method, target, headers, len(body))
-        connection = self._kept(origin) or await self._connected(origin)
+        connection = (None if once else self._kept(origin)) or await self._connected(origin)
+        connection.is_kept = not once
         return await connection.exchange(method, head, body)
 
     def close(self) -> None:
@@ -150,11 +158,13 @@ class _Connection(asyncio.Protocol):
 
     Attributes:
         idle_since: end of the last answer, on the loop's clock.
+        is_kept: the connection is kept after the answer.
     """
 
     def __init__(self, client: Client, origin: Origin) -> None:
         self.origin = origin
         self.idle_since = 0.0
+        self.is_kept = True
         self._client = client
         self._transport: asyncio.Transport | None = None
         self._response: Response | None = None
@@ -243,7 +253,7 @@ class _Connection(asyncio.Protocol):
         self._response = None
         # A server may answer before it has read the body.
         is_sent = self._transport is not None and not self._unsent and not self._transport.get_write_buffer_size()
-        if keeps and is_sent and self.is_open:
+        if keeps and self.is_kept and is_sent and self.is_open:
             self._client.keep(self)
         else:
             self.abort()

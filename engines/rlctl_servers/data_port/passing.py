@@ -16,7 +16,7 @@ from rlctl_servers.requests.cache_salts import salt_of
 from rlctl_servers.requests.passed_bodies import Reading, overridden
 from rlctl_servers.requests.requests import Requests
 from rlctl_servers.requests.running import PassedRequest
-from rlctl_servers.server.http import Http
+from rlctl_servers.server.http import AGAIN, Http
 from rlctl_servers.updates.version_labels import Stamps
 
 _OF_SERVER = frozenset({"date", "server"})
@@ -145,14 +145,14 @@ class _Exchange(HttpExchange):
         try:
             return await response.read_all()
         except Broken as error:
-            raise self._passing.http.broken(error) from error
+            raise self._passing.http.broken(error, AGAIN) from error
 
     async def _piece(self) -> bytes:
         assert self._response is not None
         try:
             return await self._response.read()
         except Broken as error:
-            raise self._passing.http.broken(error) from error
+            raise self._passing.http.broken(error, AGAIN) from error
 
     async def _next(self, read: Callable[[], Awaitable[T]]) -> T:
         return await (read() if self._running is None else self._running.next(read))

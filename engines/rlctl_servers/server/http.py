@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ssl
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
-from aiohttp.http_exceptions import LineTooLong
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.runtime.http_client import Broken, Client, NotConnected, Origin, Response
 from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 
 CONNECT_S = 5.0
-_JSON = {"Content-Type": "application/json"}
+
+AGAIN = "Send the request again."
+"""Next step after a forwarded request whose connection broke."""
+
+_JSON = ("Content-Type", "application/json")
+_PLAIN = ("Accept-Encoding", "identity")
 _DATA = b"data:"
 _DONE = b"[DONE]"
 _LINE_BYTES = 1 << 26
@@ -68,8 +71,7 @@ class Http:
         self.url = url
         self._socket = socket
         self._keys = {False: api_key, True: admin_key}
-        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
-        self._flows: dict[asyncio.AbstractEventLoop, Client] = {}
+        self._clients: dict[asyncio.AbstractEventLoop, Client] = {}
         self._origin, self._prefix = _origin(url, socket)
 
     async def call(
@@ -81,22 +83,23 @@ class Http:
         admin: bool = True,
         key: str = "",
         method: str = "",
+        reuse: bool = False,
     ) -> Answer:
-        """POST a body, or GET without a body, unless ``method`` is set.
+        """POST a body, or GET without a body, unless ``method`` is set. A redirect is a refusal.
+
+        ``reuse``: use a kept connection, as every GET does. Otherwise the call has a connection of its own: the server
+        may close a kept one meanwhile, and the outcome of the call would be unknown.
 
         Raises UNREACHABLE (REJECTED: nothing was sent), LINK_LOST (UNKNOWN: the connection broke), TimeoutError.
         """
         method = method or ("GET" if body is None else "POST")
-        limit = aiohttp.ClientTimeout(total=max(timeout_s, 0.001), connect=CONNECT_S)
-        headers = self._headers(admin=admin, key=key)
+        headers, once = self._headers(key or self._keys[admin]), method != "GET" and not reuse
         try:
-            reads = method == "GET"
-            async with self._session(once=not reads).request(
-                method, self.url + path, data=_written(body), headers=headers, timeout=limit, allow_redirects=reads
-            ) as response:
-                return await _answer(response)
-        except aiohttp.ClientError as error:
-            raise self._broken(error) from error
+            async with asyncio.timeout(max(timeout_s, 0.001)):
+                with closing(await self._send(method, path, headers, _written(body), once=once)) as response:
+                    return await _answer(response)
+        except Broken as error:
+            raise self.broken(error) from error
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """POST a body and yield the events of the answer. Closing the generator ends the connection and the request.
@@ -104,22 +107,26 @@ class Http:
         Raises as :meth:`call`, without a time limit. Raises ENGINE_FAILED for an answer without events, with the status
         in the metadata, and ANSWER_INVALID (UNKNOWN) for an invalid event.
         """
+        headers = self._headers(self._keys[False])
         try:
-            async with await self._posted(path, _written(body)) as response:
+            with closing(await self._send("POST", path, headers, _written(body))) as response:
                 if response.status != 200:
                     answer = await _answer(response)
                     raise Reason.ENGINE_FAILED.error(answer.message, metadata={"status": str(answer.status)})
-                async for line in response.content:
-                    if not line.startswith(_DATA):
-                        continue
-                    data = line[len(_DATA) :].strip()
-                    if data == _DONE:
-                        return
-                    yield self._event(data)
-        except LineTooLong as error:
-            raise self._odd(f"an event of more than {_LINE_BYTES} bytes") from error
-        except aiohttp.ClientError as error:
-            raise self._broken(error) from error
+                lines, piece = _Lines(), b"\n"
+                while piece:
+                    piece = await response.read()
+                    for line in lines.after(piece or b"\n"):
+                        if not line.startswith(_DATA):
+                            continue
+                        data = line[len(_DATA) :].strip()
+                        if data == _DONE:
+                            return
+                        yield self._event(data)
+                    if lines.rest_bytes > _LINE_BYTES:
+                        raise self._odd(f"an event of more than {_LINE_BYTES} bytes")
+        except Broken as error:
+            raise self.broken(error) from error
         raise Reason.LINK_LOST.error(
             f"{self.product} ended its answer before the request had ended", outcome=OUTCOME_UNKNOWN
         )
@@ -129,78 +136,50 @@ class Http:
 
         Raises as :meth:`call`, without a time limit. Reading the answer raises :class:`Broken`; see :meth:`broken`.
         """
-        headers = [*headers, ("Accept-Encoding", "identity")]
+        headers = [*headers, _PLAIN]
         if key := self._keys[False]:
-            headers.append(("Authorization", f"Bearer {key}"))
-        loop = asyncio.get_running_loop()
-        if loop not in self._flows:
-            # uvicorn closes a connection silently after some failures, perhaps during a later request.
-            self._flows[loop] = Client(connect_s=CONNECT_S, keep_s=_KEEPALIVE_S, keeps_failures=False)
+            headers.append(_bearer(key))
         try:
-            return await self._flows[loop].request(self._origin, method, self._prefix + target, headers, body)
-        except NotConnected as error:
-            raise self._unreached(error) from error
+            return await self._send(method, target, headers, body)
         except Broken as error:
-            raise self.broken(error) from error
+            raise self.broken(error, AGAIN) from error
 
-    def broken(self, error: Exception) -> RlctlError:
-        """Return the error of a forwarded request after its answer broke off."""
-        return self._lost(error, next_step="Send the request again.")
-
-    async def _posted(self, path: str, data: bytes | None) -> aiohttp.ClientResponse:
-        """POST a body and return the beginning of the answer. A body that could not be written is written again.
-
-        Under load the server may have closed the kept connection before this process notices.
-        """
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        options: dict[str, Any] = {"headers": self._headers(admin=False), "timeout": limit, "allow_redirects": False}
+    async def _send(
+        self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes, *, once: bool = False
+    ) -> Response:
+        """Send a request and return its answer once it has begun. Raises UNREACHABLE, and Broken."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            # uvicorn closes a connection silently after some failures, perhaps during a later request.
+            self._clients[loop] = Client(connect_s=CONNECT_S, keep_s=_KEEPALIVE_S, keeps_failures=False)
         try:
-            return await self._session().post(self.url + path, data=data, **options)
-        except aiohttp.ClientOSError as error:
-            if isinstance(error, aiohttp.ClientConnectorError) or error.errno != errno.EPIPE:
-                raise
-            await asyncio.sleep(0)  # the loop sees closed connections
-            return await self._session().post(self.url + path, data=data, **options)
+            return await self._clients[loop].request(
+                self._origin, method, self._prefix + target, headers, body, once=once
+            )
+        except NotConnected as error:
+            raise Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}") from error
+
+    def broken(self, error: Broken, next_step: str = "") -> RlctlError:
+        """Return the error of a request after its connection broke off."""
+        return Reason.LINK_LOST.error(
+            f"the connection to {self.product} at {self.url} broke: {error}",
+            next_step=next_step,
+            outcome=OUTCOME_UNKNOWN,
+        )
 
     async def close(self) -> None:
-        """Close the connections of all loops, within CONNECT_S for all other loops together."""
+        """Close the connections of all loops. A stuck loop closes its connections later."""
         current_loop = asyncio.get_running_loop()
-        closing: list[asyncio.Future[None]] = []
-        for (loop, *_), session in self._sessions.items():
-            if loop is current_loop:
-                await session.close()
-            elif loop.is_running():
-                closing.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.close(), loop)))
-        if closing:
-            await asyncio.wait(closing, timeout=CONNECT_S)  # a stuck loop closes its connections later
-        self._sessions.clear()
-        for loop, client in self._flows.items():
+        for loop, client in self._clients.items():
             if loop is current_loop:
                 client.close()
             elif loop.is_running():
                 loop.call_soon_threadsafe(client.close)
-        self._flows.clear()
+        self._clients.clear()
 
-    def _session(self, *, once: bool = False) -> aiohttp.ClientSession:
-        """Return a session. ``once``: a new connection for each call.
-
-        uvicorn silently closes the connection of an answer about a failure. A later call on that connection would have
-        an unknown outcome.
-        """
-        key = asyncio.get_running_loop(), once
-        if key not in self._sessions:
-            settings: dict[str, Any] = {"force_close": True} if once else {"keepalive_timeout": _KEEPALIVE_S}
-            connector: aiohttp.BaseConnector
-            if self._socket:
-                connector = aiohttp.UnixConnector(self._socket, limit=0, **settings)
-            else:
-                connector = aiohttp.TCPConnector(limit=0, **settings)
-            self._sessions[key] = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
-        return self._sessions[key]
-
-    def _headers(self, *, admin: bool, key: str = "") -> dict[str, str]:
-        key = key or self._keys[admin]
-        return {**_JSON, "Authorization": f"Bearer {key}"} if key else _JSON
+    @staticmethod
+    def _headers(key: str) -> list[tuple[str, str]]:
+        return [_JSON, _PLAIN, _bearer(key)] if key else [_JSON, _PLAIN]
 
     def _event(self, data: bytes) -> dict[str, Any]:
         event = _parse(data)
@@ -211,20 +190,27 @@ class Http:
     def _odd(self, what: str) -> RlctlError:
         return Reason.ANSWER_INVALID.error(f"{self.product} sent {what} for an event", outcome=OUTCOME_UNKNOWN)
 
-    def _broken(self, error: aiohttp.ClientError) -> RlctlError:
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            return self._unreached(error)
-        return self._lost(error)
 
-    def _lost(self, error: Exception, next_step: str = "") -> RlctlError:
-        return Reason.LINK_LOST.error(
-            f"the connection to {self.product} at {self.url} broke: {str(error) or type(error).__name__}",
-            next_step=next_step,
-            outcome=OUTCOME_UNKNOWN,
-        )
+class _Lines:
+    """The lines of an answer that comes in pieces.
 
-    def _unreached(self, error: Exception) -> RlctlError:
-        return Reason.UNREACHABLE.error(f"{self.product} at {self.url} cannot be reached: {error}")
+    Attributes:
+        rest_bytes: size of the line that has begun.
+    """
+
+    def __init__(self) -> None:
+        self.rest_bytes = 0
+        self._rest: list[bytes] = []
+
+    def after(self, piece: bytes) -> list[bytes]:
+        """Return the lines that end in a piece."""
+        self._rest.append(piece)
+        if b"\n" not in piece:
+            self.rest_bytes += len(piece)
+            return []
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest, self.rest_bytes = [rest], len(rest)
+        return lines
 
 
 def _origin(url: str, socket: str) -> tuple[Origin, str]:
@@ -236,15 +222,20 @@ def _origin(url: str, socket: str) -> tuple[Origin, str]:
     return Origin(authority, host, parts.port or (443 if secure else 80), tls, name, socket), parts.path.rstrip("/")
 
 
-def _written(body: dict[str, Any] | None) -> bytes | None:
-    return None if body is None else orjson.dumps(body)
+def _bearer(key: str) -> tuple[str, str]:
+    return "Authorization", f"Bearer {key}"
 
 
-async def _answer(response: aiohttp.ClientResponse) -> Answer:
+def _written(body: dict[str, Any] | None) -> bytes:
+    return b"" if body is None else orjson.dumps(body)
+
+
+async def _answer(response: Response) -> Answer:
     """Return the answer. A redirect is a refusal: its destination has not received the request."""
     if 300 <= response.status < 400:
-        return Answer(response.status, f"HTTP {response.status}: it leads to {response.headers.get('Location', '')}")
-    return Answer(response.status, _parse(await response.read()))
+        location = next((value for name, value in response.headers if name.lower() == "location"), "")
+        return Answer(response.status, f"HTTP {response.status}: it leads to {location}")
+    return Answer(response.status, _parse(await response.read_all()))
 
 
 def _parse(data: bytes) -> Any:

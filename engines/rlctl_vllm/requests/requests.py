@@ -102,7 +102,7 @@ async def tokenize(http: Http, text: str) -> list[int]:
     if not text:
         return []
     try:
-        answer = await http.call("/tokenize", {"prompt": text}, timeout_s=TOKENIZE_S, admin=False)
+        answer = await http.call("/tokenize", {"prompt": text}, timeout_s=TOKENIZE_S, admin=False, reuse=True)
     except TimeoutError:
         raise Reason.DEADLINE_EXCEEDED.error("vLLM did not tokenize the prompt in time") from None
     except RlctlError as error:
@@ -157,7 +157,7 @@ class _Reading:
                     async for event in stream:
                         yield event
                 return
-            answer = await http.call(GENERATE, self._body, timeout_s=LONGEST_S, admin=False)
+            answer = await http.call(GENERATE, self._body, timeout_s=LONGEST_S, admin=False, reuse=True)
         except RlctlError as error:
             status = int(error.metadata.get("status", "0"))
             raise (refused(error.message, status) if status else Reason.STAGE_NOT_SERVING.error(error.message)) from (

@@ -224,7 +224,7 @@ class Requests:
             body[SALT] = with_own(salt_of(self._version()), body.get(SALT), MOST_SALT)
         try:
             if not body["stream"]:
-                answer = await http.call(route, body, timeout_s=LONGEST_S, admin=False)
+                answer = await http.call(route, body, timeout_s=LONGEST_S, admin=False, reuse=True)
                 if answer.status != 200:
                     raise refused(answer.message, answer.status)
                 sample.take(answer.body)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable
 from urllib.parse import quote
 
+from rlctl_servers.options import check_url
 from rlctl_servers.server.http import Answer, Http
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -28,7 +29,8 @@ class Registration:
     """Registration of this worker at a router."""
 
     def __init__(self, router: str, url: str) -> None:
-        """``url`` is the address at which the router reaches this worker."""
+        """``url`` is the address at which the router reaches this worker. Raises FIELD_INVALID for no address."""
+        check_url(router, "router")
         self._http = Http("the router", router.rstrip("/"))
         self._query = f"?url={quote(url, safe='')}"
         self._url = url

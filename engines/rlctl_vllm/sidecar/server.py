@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from rlctl_servers.options import key
+from rlctl_servers.options import check_url, key
 from rlctl_servers.server.http import Http
 
 from rlctl.contract.errors import Reason, RlctlError
@@ -194,8 +194,7 @@ def _http(config: SidecarConfig) -> Http:
     api_key = key({"api_key_file": config.api_key_file}, "api_key_file")
     if config.upstream.startswith("unix:"):
         return Http(PRODUCT, "http://vllm", api_key, socket=config.upstream.removeprefix("unix:"))
-    if not config.upstream.startswith(("http://", "https://")):
-        raise Reason.FIELD_INVALID.error(f"{config.upstream!r} is no http address, and no unix:PATH", field="upstream")
+    check_url(config.upstream, "upstream")
     return Http(PRODUCT, config.upstream.rstrip("/"), api_key)
 
 

@@ -51,7 +51,7 @@ async def test_a_silent_connection_is_probed() -> None:
 
     async with serving(serve) as (http, _):
         assert await posted(http) == b"ok"
-        [client] = http._flows.values()
+        [client] = http._clients.values()
         [connection] = client._open
         assert connection._transport is not None
         sock = connection._transport.get_extra_info("socket")
@@ -276,8 +276,8 @@ async def test_a_large_body_waits_for_a_slow_server() -> None:
 
     async with serving(serve) as (http, _):
         asking = asyncio.create_task(posted(http, sent))
-        await eventually(lambda: http._flows)
-        (client,) = http._flows.values()
+        await eventually(lambda: http._clients)
+        (client,) = http._clients.values()
         await eventually(lambda: client._open)
         (connection,) = client._open
         await asyncio.sleep(0.05)

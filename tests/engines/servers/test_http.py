@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from rlctl_servers.options import address
 from rlctl_servers.server import http as http_
 from rlctl_servers.server.admin_calls import Control
 from rlctl_servers.server.http import Http
@@ -18,6 +19,7 @@ from rlctl_servers.server.http import Http
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import OUTCOME_REJECTED, OUTCOME_UNKNOWN
+from tests.support.raw_server import OK, serving
 
 
 @contextlib.asynccontextmanager
@@ -101,6 +103,59 @@ async def test_what_leads_elsewhere_has_done_nothing(status: int) -> None:
             await anext(http.stream("/generate", {}))
         assert failed.value.metadata["status"] == str(status)
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    "url", ["name:1", "ftp://name", "http://", "http://name:99999", "http://name:x", "http://[::1"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(RlctlError, match="is no http address") as refused:
+        address({"url": url}, ())
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "options.url")
+
+
+def test_an_address_with_a_password_is_refused_without_the_password() -> None:
+    """Addresses stand in messages and logs, and the data port would not send the password."""
+    with pytest.raises(RlctlError) as refused:
+        address({"url": "http://me:secret@name:1"}, ())
+    assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "options.url")
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_call_has_a_connection_of_its_own_unless_it_may_be_sent_again() -> None:
+    """The outcome of a call on a connection that the server closes at that moment is unknown."""
+    used: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        used.append(number)
+        writer.write(OK)
+
+    async with serving(serve) as (http, heads):
+        for _ in range(2):
+            await http.call("/health", timeout_s=5.0, admin=False)
+        assert used == [1, 1]
+        for _ in range(2):
+            await http.call("/pause", timeout_s=5.0, method="POST")
+        assert used == [1, 1, 2, 3]
+        await http.call("/generate", timeout_s=5.0, method="POST", admin=False, reuse=True)
+        assert used == [1, 1, 2, 3, 1]
+        assert all(b"Authorization: Bearer k\r\n" in head for head in (heads[0], heads[-1]))
+
+
+async def test_events_come_out_of_pieces_of_any_size() -> None:
+    text = b'data: {"a": 1}\r\n\n: comment\ndata:{"a": 2}\n\ndata: [DONE]'
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for start in range(0, len(text), number):
+            piece = text[start : start + number]
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+
+    async with serving(serve) as (http, _):
+        for _ in range(20):
+            assert [event async for event in http.stream("/generate", {})] == [{"a": 1}, {"a": 2}]
 
 
 async def test_a_host_that_takes_no_connection_was_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
