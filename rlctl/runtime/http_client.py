@@ -1,4 +1,4 @@
-"""HTTP/1.1 client for forwarded requests. It keeps connections.
+"""HTTP/1.1 client for engine servers and data ports. It keeps connections.
 
 A request goes out and an answer comes in as sent: without redirects, cookies and decompression. aiohttp's client takes
 twice the processor time of aiohttp's server for a request (docs/benchmarks/lessons.md, data_port).
