@@ -7,6 +7,7 @@ works; ``python -m native_stand_in --train ENDPOINT CHECKPOINT`` a trainer that 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -53,7 +54,7 @@ def native_server(checkpoint: Path, place: Path, ranks: int) -> Iterator[str]:
     server = WithEngine(EngineConfig(str(checkpoint), dtype="float32", tp_size=ranks))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(plug_in(place / f"plug-in-{ranks}")))
+            patch.setenv("PYTHONPATH", str(plug_in(place / f"plug-in-{ranks}")), prepend=os.pathsep)
             patch.setenv("FAILS", str(place / "fails"))
             loop.submit(server.start(lambda error: None)).result(400)
         yield server.http.url

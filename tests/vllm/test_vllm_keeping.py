@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def storing(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPath
     driver = Driver(VLLMEngine, tiny[1], options=options)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(plug_in(place, "host_store_in_vllm")))
+            patch.setenv("PYTHONPATH", str(plug_in(place, "host_store_in_vllm")), prepend=os.pathsep)
             driver.start()
         yield driver
     finally:
