@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tools.benchmark import served
+
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 IDS = {
@@ -109,6 +111,16 @@ def test_a_quick_run_of_the_data_ports_benchmark() -> None:
         assert figures[name]["goal"] == goal
         assert figures[name]["floor"] > 0
     assert figures["cpu_c64"]["value"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(served.lacking()), reason="vLLM is not installed")
+def test_a_quick_run_of_the_benchmark_with_a_real_vllm() -> None:
+    done = bench("served", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = {figure["id"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures.keys() == {"port_rps_c64", "gateway_rps_c64"}
+    assert all(figure["floor"] > 0 and figure["details"]["through_requests_per_s"] > 0 for figure in figures.values())
 
 
 @pytest.mark.long

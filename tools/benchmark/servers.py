@@ -16,13 +16,17 @@ from typing import Any
 import aiohttp
 
 
-async def post_all(url: str, body: Mapping[str, Any], count: int, at_once: int) -> list[float]:
-    """POST ``count`` times, ``at_once`` in flight; return the seconds of each request."""
+async def post_all(url: str, body: Mapping[str, Any], count: int, at_once: int, *, socket: str = "") -> list[float]:
+    """POST ``count`` times, ``at_once`` in flight; return the seconds of each request.
+
+    ``socket``: path of the server's Unix socket.
+    """
     data = json.dumps(dict(body)).encode()
     headers = {"Content-Type": "application/json"}
     took: list[float] = []
     left = iter(range(count))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    connector = aiohttp.UnixConnector(socket, limit=0) if socket else aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
 
         async def ask() -> None:
             for _ in left:
