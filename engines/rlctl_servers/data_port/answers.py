@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import orjson
 
@@ -13,43 +13,69 @@ from rlctl_servers.updates.version_labels import Stamps
 _EVENTS = "text/event-stream"
 _JSON = "application/json"
 
-_NAMED = re.compile(rb'"(weight_version|version|model|lora_path|id|root)":( ?)("(?:[^"\\]|\\.)*")')
-"""A key and its text. Quotation marks inside a JSON text are escaped, so its content never matches."""
+_Places: TypeAlias = Mapping[str, "_Places"]
+
+_HERE: _Places = {}
+_SPANS: _Places = {"version": _HERE}
+_VERSIONS: _Places = {"weight_version": _HERE, "weight_versions": _SPANS}
+_META: _Places = {"id": _HERE, **_VERSIONS}
+_MESSAGE: _Places = {"id": _HERE, "model": _HERE}
+_PLACES: _Places = {
+    **dict.fromkeys(("model", "id", "root", "weight_version"), _HERE),
+    **dict.fromkeys(("message", "response"), _MESSAGE),
+    "meta_info": _META,
+    "metadata": _VERSIONS,
+    "choices": {"meta_info": _META, "weight_versions": _SPANS},
+    "data": {"id": _HERE, "root": _HERE},
+}
+"""Keys under which servers write their own names, by the object that has the key. Every object, also the answer itself,
+may be one of a list. Objects elsewhere may be generated, such as the input of a tool."""
+
+_KEY = re.compile(
+    rb'"(?=[cdimrvw])(?<!\\")(?:(weight_version|version|model|id|root)"\s*:\s*("(?:[^"\\]|\\.)*")'
+    rb'|(meta_info|metadata|message|response|choices|data|weight_versions)"\s*:\s*([{\[]))'
+)
+"""A key and its text, or a key and the beginning of its object or list. Quotation marks inside a JSON text are escaped,
+so its content never matches, nor the end of a longer key."""
+
+_BRACKET = re.compile(rb"[{\[]")
+_CURLY = bytes.maketrans(b"[]", b"{}")
+_OTHER = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 class Labels:
     """Names of versions, models and requests in an answer."""
 
-    def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True, versions: bool = True) -> None:
-        """``names``: rlctl's names of models and ids, by the server's. ``strict``: every version must be rlctl's.
-
-        ``versions``: the answer may name versions. False: what looks like a version is generated.
-        """
+    def __init__(self, stamps: Stamps, names: Mapping[str, str], *, strict: bool = True) -> None:
+        """``names``: rlctl's names of models and ids, by the server's. ``strict``: every version must be rlctl's."""
         self._stamps = stamps
         self._strict = strict
-        self._versions = versions
         self._since = stamps.present
         self._names = names
 
     def put_into(self, data: bytes) -> bytes:
-        """Put rlctl's names into a piece of an answer. The piece must not end inside a text.
+        """Put rlctl's names into a JSON document, or into a line of events. All else stays byte for byte.
 
         Raises ENGINE_FAILED for a version that rlctl did not set, or that is earlier than at the beginning.
         """
-        return _NAMED.sub(self._named, data)
+        if not self._names and b'version"' not in data:
+            return data
+        parts, end = [], 0
+        for key, start, stop in _own_names(data):
+            text = orjson.loads(data[start:stop])
+            name = self._named(key, text)
+            if name != text:
+                parts += [data[end:start], orjson.dumps(name)]
+                end = stop
+        return b"".join([*parts, data[end:]]) if parts else data
 
-    def _named(self, match: re.Match[bytes]) -> bytes:
-        key, text = match[1].decode(), orjson.loads(match[3])
-        name: Any
+    def _named(self, key: str, text: str) -> str:
         if key not in ("weight_version", "version"):
-            name = self._names.get(text, text)
-        elif not self._versions:
-            return match[0]
-        elif self._stamps.version(text) is None and (not self._strict or (key == "version" and not Stamps.ours(text))):
-            return match[0]  # unknown, or no version of weights
-        else:
-            name = self._stamps.version_since(text, self._since).label
-        return match[0] if name == text else b'"%b":%b%b' % (match[1], match[2], orjson.dumps(name))
+            return self._names.get(text, text)
+        if not self._strict and self._stamps.version(text) is None:
+            return text
+        label: str = self._stamps.version_since(text, self._since).label
+        return label
 
 
 class Relabelling:
@@ -67,7 +93,9 @@ class Relabelling:
 
     def put_whole(self, body: bytes) -> bytes:
         """Return a whole body with rlctl's names. Raises as :meth:`Labels.put_into`."""
-        return self._labels.put_into(body) if self.whole or self._events else body
+        if self._events:
+            return self._into_lines(body)
+        return self._labels.put_into(body) if self.whole else body
 
     def put_into(self, piece: bytes) -> bytes:
         """Return what can be passed on after a piece: whole lines. After the last piece, b"", return the rest."""
@@ -76,4 +104,48 @@ class Relabelling:
         lines, end, self._line = (self._line + piece).rpartition(b"\n")
         if not piece:
             lines, self._line = self._line, b""
-        return self._labels.put_into(lines + end)
+        return self._into_lines(lines + end)
+
+    def _into_lines(self, lines: bytes) -> bytes:
+        return b"".join(map(self._labels.put_into, lines.splitlines(keepends=True)))
+
+
+def _own_names(data: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield key, start and end of the texts at the places of a server's own names.
+
+    A large answer is read by functions of ``bytes`` only: the keys are found first, and their depths from the brackets
+    between them.
+    """
+    end = depth = 0
+    inside: list[tuple[_Places, int, int]] = []  # by object or list of objects: its places, depths of its key and keys
+    for match in _KEY.finditer(data):
+        if not inside:
+            first = _BRACKET.search(data)
+            inside.append((_PLACES, 0, 2 if first is not None and first[0] == b"[" else 1))
+        closed, opened = _levels(data[end : match.start()])
+        end = match.end()
+        while len(inside) > 1 and depth - closed <= inside[-1][1]:
+            inside.pop()
+        depth += opened - closed
+        places, _, level = inside[-1]
+        key = (match[1] or match[3]).decode()
+        own = places.get(key) if depth == level else None
+        if own is not None and match[1]:
+            yield key, match.start(2), match.end(2)
+        elif own:
+            inside.append((own, depth, depth + (1 if match[4] == b"{" else 2)))
+        if match[4]:
+            depth += 1
+
+
+def _levels(text: bytes) -> tuple[int, int]:
+    """Return how many levels of a JSON document a part of it closes, and opens thereafter."""
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    text = text.translate(_CURLY, _OTHER).replace(b'""', b"")
+    if b'"' in text:  # some texts have brackets
+        text = b"".join(text.split(b'"')[::2])
+    while (rest := text.replace(b"{}", b"")) != text:
+        text = rest
+    closed = text.count(b"}")
+    return closed, len(text) - closed

@@ -109,7 +109,7 @@ class _Exchange(HttpExchange):
             passing.reader.put_adapter(request, reading, adapter)
         salt = salt_of(passing.stamps.present, adapter.name if adapter is not None else "")
         passing.reader.put_salt(request, reading, salt)
-        labels = Labels(passing.stamps, reading.names, versions=reading.versioned)
+        labels = Labels(passing.stamps, reading.names)
         self._running = self._ends.enter_context(passing.requests.accept(reading))
         return labels
 

@@ -31,7 +31,6 @@ class Reading:
         fields: values that replace fields of the body.
         headers: headers that replace the caller's.
         names: the caller's names and ids, by the server's, for the answer.
-        versioned: the answer may name versions of the server.
     """
 
     rids: Sequence[str] = ()
@@ -43,7 +42,6 @@ class Reading:
     fields: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    versioned: bool = True
 
 
 def overridden(body: bytes, fields: Mapping[str, Any]) -> bytes:

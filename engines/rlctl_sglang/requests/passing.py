@@ -103,7 +103,6 @@ class Reader:
         n = max(check_count(fields.get("n"), "n") for fields in (document, *sampling))
         reading = self._routed(request, document)
         reading.prepared = _has_grammar(document) or any(map(_has_grammar, sampling))
-        reading.versioned = request.path != _MESSAGES
         if document.get("stream"):
             reading.headers |= _ALONE
         if request.path in _PROMPTS:

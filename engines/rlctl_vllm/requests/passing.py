@@ -78,7 +78,6 @@ class Reader:
                 check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
         reading = self._named(text_field(document, "model"))
         reading.samples = samples
-        reading.versioned = request.path != "/v1/messages"
         if request.path in _IDS:
             self._identify(request, document, reading)
         return reading

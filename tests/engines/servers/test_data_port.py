@@ -653,16 +653,16 @@ async def test_a_request_with_an_adapter_gets_the_present_one_and_its_name_back(
     server, requests = Server(table), Requests(Dialect())  # type: ignore[arg-type]
     reader = passing.Reader(Limits(100, 512, 500), "base")
     port = Passing(server, reader, requests, stamps, table)  # type: ignore[arg-type]
-    document = {"text": "1", "lora_path": "policy", "rid": "mine"}
-    exchange = port.read(HttpRequest("POST", "/generate", (), json.dumps(document).encode(), document))
+    document = {"prompt": "1", "model": "base:policy", "rid": "mine"}
+    exchange = port.read(HttpRequest("POST", "/v1/completions", (), json.dumps(document).encode(), document))
     assert exchange.adapter == "policy"
     with closing(exchange):
         body = (await exchange.begin()).body
     assert body is not None
-    assert b'"lora_path":"policy","rid":"4:mine","extra_key":"' in body
+    assert b'"model":"base:policy","rid":"4:mine","lora_path":"policy@2#1","extra_key":"' in body
     assert (server.users, table.users("policy@2#1"), requests.active) == (1, 0, 0)
     table.drop("policy")
-    late = port.read(HttpRequest("POST", "/generate", (), json.dumps(document).encode(), document))
+    late = port.read(HttpRequest("POST", "/v1/completions", (), json.dumps(document).encode(), document))
     with pytest.raises(RlctlError) as gone:
         await late.begin()
     assert gone.value.reason is Reason.ADAPTER_NOT_FOUND

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import orjson
@@ -87,17 +88,77 @@ def test_labels_become_those_of_the_trainer() -> None:
     label = orjson.dumps(made.label).decode()
     labels = Labels(made, {"base:a@1#2": "base:a"})
     text = json.dumps(json.dumps({"weight_version": made.label, "version": "1", "model": "base:a@1#2"}))
+    spans = f'[{{"version": {label},"start":0}}]'
     answer = (
-        f'{{"weight_version":{label},"x":[{{"version": {label}}}],"version":"1.0","text":{text},"model":"base:a@1#2"}}'
+        f'{{"metadata":{{"weight_version":{label},"weight_versions":{spans}}},"version":"1.0","text":{text},'
+        f'"model":"base:a@1#2","choices":[{{"weight_versions":{spans}}}]}}'
     )
     put = labels.put_into(answer.encode())
+    spans_of_trainer = [{"version": 'step "2"', "start": 0}]
     assert orjson.loads(put) == {
-        "weight_version": 'step "2"',
-        "x": [{"version": 'step "2"'}],
+        "metadata": {"weight_version": 'step "2"', "weight_versions": spans_of_trainer},
         "version": "1.0",
         "text": json.loads(text),
         "model": "base:a",
+        "choices": [{"weight_versions": spans_of_trainer}],
     }
+
+
+PLACES = {
+    *("model", "id", "root", "weight_version", "meta_info.id", "meta_info.weight_version", "metadata.weight_version"),
+    *("meta_info.weight_versions.version", "metadata.weight_versions.version", "choices.weight_versions.version"),
+    *("choices.meta_info.id", "choices.meta_info.weight_version", "choices.meta_info.weight_versions.version"),
+    *("message.id", "message.model", "response.id", "response.model", "data.id", "data.root"),
+}
+KEYS = sorted({key for place in PLACES for key in place.split(".")} | {"input", "content", 'x": {"model', "[{"})
+
+
+def renamed(value: Any, path: str = "", lists: int = 0) -> Any:
+    """The server's names replaced at its places, by a walk through the parsed document."""
+    if isinstance(value, dict):
+        below = {key: f"{path}.{key}".removeprefix(".") if lists < 2 else "nowhere" for key in value}
+        return {key: renamed(each, below[key]) for key, each in value.items()}
+    if isinstance(value, list):
+        return [renamed(each, path, lists + 1) for each in value]
+    key = path.rpartition(".")[2]
+    if lists or path not in PLACES or not isinstance(value, str):
+        return value
+    if key in ("version", "weight_version"):
+        return 'step "2"' if value == 'step "2"@2' else value
+    return "mine" if value == "base" else value
+
+
+def drawn(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.random()
+    if kind < 0.5 and depth < 5:
+        return {rng.choice(KEYS): drawn(rng, depth + 1) for _ in range(rng.randrange(1, 6))}
+    if kind < 0.7 and depth < 5:
+        return [drawn(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return rng.choice(["base", 'step "2"@2', '"model":"base"', "]}", "\\", '{"', 1, None, -0.5])
+
+
+def test_only_the_servers_own_names_are_replaced() -> None:
+    """The input of a tool is JSON that a model has generated, and may have keys and texts like the server's own."""
+    rng, changed = random.Random(7), 0
+    labels = Labels(stamps(), {"base": "mine"}, strict=False)
+    for _ in range(10_000):
+        document = drawn(rng)
+        separators = rng.choice([(",", ":"), (", ", ": "), (" ,\n", " : ")])
+        answer = json.dumps(document, separators=separators).encode()
+        expected = json.dumps(renamed(document), separators=separators).encode()
+        assert labels.put_into(answer) == expected, answer
+        changed += answer != expected
+    assert changed > 100
+
+
+def test_the_input_of_a_tool_stays() -> None:
+    made = stamps()
+    use = b'{"type":"tool_use","id":"base","input":{"model":"base","weight_version":"default","data":[{"id":"base"}]}}'
+    answer = b'{"id":"msg","content":[%b],"model":"%b"}'
+    assert Labels(made, {"base": "mine"}).put_into(answer % (use, b"base")) == answer % (use, b"mine")
+    events = b'event: message_start\ndata: {"message":{"model":"base"}}\n\ndata: {"content_block":%b}\n\n' % use
+    relabelling = Relabelling(Labels(made, {"base": "mine"}), "text/event-stream")
+    assert relabelling.put_into(events) == events.replace(b'"base"', b'"mine"', 1)
 
 
 @pytest.mark.parametrize("label", ["default", "foreign", "step@9"])
