@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+
+from rlctl.contract.errors import Reason
 
 MIN_VERSION = "X-RLCTL-Min-Version"
 """Request header: least sequence number of the version that may answer."""
@@ -21,6 +24,17 @@ HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
+
+
+_SEQUENCE = re.compile(r"\d{1,18}", re.ASCII)
+
+
+def min_version(headers: Mapping[str, str]) -> int:
+    """Return the least sequence number of a request, 0 without the header. Raises FIELD_INVALID."""
+    value = headers.get(MIN_VERSION, "0")
+    if not _SEQUENCE.fullmatch(value):
+        raise Reason.FIELD_INVALID.error(f"{value!r} is no sequence number", field=MIN_VERSION)
+    return int(value)
 
 
 def end_to_end(headers: Mapping[str, str], without: Collection[str] = ()) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
+from rlctl.runtime.http_forwarding import min_version
 from rlctl.sglang_api.request import PromptRequest, assign
 from rlctl.v1.rollout_pb2 import GenerateRequest, Sample, TokenIds
 
@@ -270,7 +271,7 @@ async def _answer(
 
 def _request(call: Call, fields: Fields, model: str, adapter: str, *, wanted: bool, tops: int) -> GenerateRequest:
     fields.refuse(_WITHOUT)
-    request = GenerateRequest(model=model, return_logprob=wanted, min_version_seq=sessions.min_version(call))
+    request = GenerateRequest(model=model, return_logprob=wanted, min_version_seq=min_version(call.headers))
     if not 0 <= tops <= MOST_LOGPROBS:
         raise Reason.FIELD_INVALID.error(f"{tops} is not from 0 to {MOST_LOGPROBS}", field="logprobs")
     request.top_logprobs_num = tops

@@ -27,7 +27,7 @@ from rlctl.gateway.http.dialect import Answer, Handler, Reply, Route, Scope, Str
 from rlctl.gateway.http.placeholders import PREFERRED, SLOT
 from rlctl.rollout.rollout import Place
 from rlctl.runtime.http_errors import body_of
-from rlctl.runtime.http_forwarding import MIN_VERSION, WAIT, end_to_end
+from rlctl.runtime.http_forwarding import MIN_VERSION, WAIT, end_to_end, min_version
 from rlctl.transport.auth import ON_BEHALF_OF
 from rlctl.transport.channel import bearer
 
@@ -133,7 +133,7 @@ async def _read(call: Call) -> _Request | None:
         model=model,
         adapter=adapter,
         session=sessions.named(call, fields),
-        min_version=sessions.min_version(call),
+        min_version=min_version(call.headers),
         rid=_text(fields.get("rid")) or _text(fields.get("request_id")),
         place=await place_of(call),
     )

@@ -1,4 +1,4 @@
-"""A caller's session and least version, given beside the request."""
+"""A caller's session, given beside the request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from rlctl.contract.errors import Reason
 from rlctl.gateway.http.call import Call
-from rlctl.runtime.http_forwarding import MIN_VERSION
 
 HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 FIELDS = ("session_id", "routing_key")
@@ -29,11 +28,3 @@ def named(call: Call, *bodies: Mapping[str, Any]) -> str:
             if value:
                 return value
     return next((call.headers[name] for name in HEADERS if call.headers.get(name)), "")
-
-
-def min_version(call: Call) -> int:
-    """Return the least sequence number. Raises FIELD_INVALID."""
-    value = call.headers.get(MIN_VERSION, "0")
-    if not value.isascii() or not value.isdigit() or len(value) > 18:
-        raise Reason.FIELD_INVALID.error(f"{value!r} is no sequence number", field=MIN_VERSION)
-    return int(value)

@@ -18,6 +18,7 @@ from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
+from rlctl.runtime.http_forwarding import min_version
 from rlctl.sglang_api import response
 from rlctl.sglang_api.request import Asking, PromptRequest, Words, read
 from rlctl.v1.common_pb2 import WeightVersion
@@ -209,7 +210,7 @@ def _complete(prompt_request: PromptRequest, call: Call, model: str, body: Mappi
     request = prompt_request.request
     request.model = model
     request.adapter = _text(body, "lora_path")
-    request.min_version_seq = sessions.min_version(call)
+    request.min_version_seq = min_version(call.headers)
     engine = {name: value for name, value in prompt_request.fields.items() if name in _ENGINE and value is not False}
     check_levels(engine, "")
     if prompt_request.sampling:

@@ -23,7 +23,7 @@ from rlctl.ports import Clock
 from rlctl.runtime import http_errors, http_limits
 from rlctl.runtime.addresses import join, refuse_insecure, split
 from rlctl.runtime.http_bodies import Bodies, Body
-from rlctl.runtime.http_forwarding import MIN_VERSION, SEQUENCE, SLOT, VERSION, WAIT, end_to_end
+from rlctl.runtime.http_forwarding import SEQUENCE, SLOT, VERSION, WAIT, end_to_end, min_version
 from rlctl.stage.data_port.admission import Admission
 from rlctl.stage.generation.gate_watch import Ongoing, OngoingRequest
 from rlctl.stage.serving_state import Serving
@@ -232,16 +232,16 @@ class DataPort:
 
     async def _admitted(self, request: web.Request, body: Body) -> tuple[HttpExchange, Serving]:
         """Return the request as read by the engine, once the gate has admitted it."""
-        min_version, wait_s = _number(request, MIN_VERSION, 0), _number(request, WAIT, WAIT_S)
+        least, wait_s = min_version(request.headers), _wait_s(request)
         with self._wait():
             passed = await self._read(request, body, gated=True)
             while True:
                 engine = self._engine()
                 exchange = await engine.exchange(passed)
                 serving = await self._admission.admit(
-                    min(wait_s, MOST_WAIT_S),
+                    wait_s,
                     model=exchange.model,
-                    min_version_seq=int(min_version),
+                    min_version_seq=least,
                     adapter=exchange.adapter,
                 )
                 if self._engine() is engine:  # otherwise the engine was restarted meanwhile
@@ -294,14 +294,14 @@ def _target(request: web.Request) -> str:
     return path + mark + query
 
 
-def _number(request: web.Request, name: str, default: float) -> float:
-    """Return a header's number of at least 0. Raises FIELD_INVALID."""
-    value = request.headers.get(name)
+def _wait_s(request: web.Request) -> float:
+    """Return the longest wait for the gate, in seconds. Raises FIELD_INVALID."""
+    value = request.headers.get(WAIT)
     if value is None:
-        return default
+        return WAIT_S
     if not _NUMBER.fullmatch(value):
-        raise Reason.FIELD_INVALID.error(f"{value!r} is not a number of at least 0", field=name)
-    return float(value)
+        raise Reason.FIELD_INVALID.error(f"{value!r} is not a number of at least 0", field=WAIT)
+    return min(float(value), MOST_WAIT_S)
 
 
 def _version_headers(serving: Serving) -> dict[str, str]:

@@ -94,6 +94,13 @@ async def test_the_engine_gets_the_path_of_the_route(world: World, call: Any, pa
     assert not {"X-Api-Key", "Authorization", "X-RLCTL-Wait", "Host"} & set(headers[0].split("'"))
 
 
+@pytest.mark.parametrize("value", ["7.5", "7.0", "-1", "", "seven", "1" * 19])
+async def test_a_least_version_is_a_sequence_number(world: World, call: Any, value: str) -> None:
+    refused = await call(f"{world.url}/generate", **{"X-RLCTL-Min-Version": value})
+    assert (refused.status, refused.headers.get(REASON)) == (400, "FIELD_INVALID")
+    assert json.loads(refused.body)["error"]["field"] == "X-RLCTL-Min-Version"
+
+
 async def test_a_name_in_the_path_stays_one_segment(world: World, call: Any) -> None:
     answer = await call(world.url + "/v1/models/..%2Fflush", method="GET")
     assert b"/v1/models/..%2Fflush " in answer.body

@@ -24,6 +24,7 @@ from rlctl.gateway.http.call import Call
 from rlctl.gateway.http.dialect import Answer, Reply, Stream
 from rlctl.rollout import continuation
 from rlctl.rollout.sample import RolloutSample
+from rlctl.runtime.http_forwarding import min_version
 from rlctl.sglang_api.request import assign
 from rlctl.v1.rollout_pb2 import FINISH_TYPE_ABORT, FinishType, GenerateRequest, Sample, TokenIds, TokenLogprob
 
@@ -84,7 +85,7 @@ async def generate(call: Call) -> Answer:
     fields = await call.fields()
     name = fields.take("model", str, "")
     model, adapter = await call.generation.named(name)
-    request = GenerateRequest(model=model, adapter=adapter, min_version_seq=sessions.min_version(call))
+    request = GenerateRequest(model=model, adapter=adapter, min_version_seq=min_version(call.headers))
     request.input_ids.CopyFrom(await call.beside(lambda: _token_ids(fields)))
     stream = fields.take("stream", bool, False)
     reply_options = await _read(call, fields, request, name, stream=stream)
