@@ -28,8 +28,8 @@ UNREACHABLE = common.STAGE_STATE_UNREACHABLE
 
 
 def engines(fleet: InProcessFleet) -> list[FakeEngine]:
-    stages = [stage._engine for stage in fleet.stages.values()]
-    return stages + [worker._follower._engine for worker in fleet.workers.values()]  # type: ignore[return-value]
+    stages = [stage._engine for _, stage in sorted(fleet.stages.items())]  # stages start at once, in any order
+    return stages + [worker._follower._engine for _, worker in sorted(fleet.workers.items())]  # type: ignore[return-value]
 
 
 def held(fleet: InProcessFleet) -> list[dict[str, tuple[str, str]]]:
