@@ -1,13 +1,15 @@
-"""Identity of adapters, the adapter of a request, and the engines that can pause an adapter's requests."""
+"""Identity and scale of adapters, the adapter of a request, and the engines that can pause an adapter's requests."""
 
 from __future__ import annotations
+
+import math
 
 from google.protobuf.message import Message
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.v1.common_pb2 import OUTCOME_SKIPPED, PAUSE_MODE_ABORT, PauseMode
 from rlctl.v1.fleet_pb2 import Capabilities
-from rlctl.v1.verbs_pb2 import Adapter, LoadAdapterRequest, PauseGenerationRequest, UnloadAdapterRequest
+from rlctl.v1.verbs_pb2 import Adapter, AdapterConfig, LoadAdapterRequest, PauseGenerationRequest, UnloadAdapterRequest
 
 
 def adapter_of(request: Message) -> str:
@@ -26,6 +28,11 @@ def same(one: Adapter, other: Adapter) -> bool:
     if (one.name, one.version) != (other.name, other.version):
         return False
     return not one.load_id or not other.load_id or one.load_id == other.load_id
+
+
+def scale_of(config: AdapterConfig) -> float:
+    """Return the scale of an adapter's product. Rank and target modules of a config also show in the tensors."""
+    return config.lora_alpha / (math.sqrt(config.lora_rank) if config.rslora else config.lora_rank)
 
 
 def unpaused(capabilities: Capabilities, request: PauseGenerationRequest, who: str = "the engine") -> RlctlError | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlctl.contract import decode_check
+from rlctl.contract.adapter_identity import scale_of
 from rlctl.contract.digests import with_key
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
@@ -309,6 +310,8 @@ class FakeEngine(Engine):
             if request.abort_all_requests or not stopped:
                 self._end_users(request.adapter.name, end=request.abort_all_requests)
             self._update, self._staged, self._pause = call.update_id, (request.adapter, ""), request.pause
+            if request.adapter_config.lora_rank:
+                request.adapter.scale = scale_of(request.adapter_config)
             self._let_go_on()
             return verbs.WeightsReport()
         staged = request.apply == verbs.APPLY_MODE_STAGED
@@ -454,10 +457,11 @@ class FakeEngine(Engine):
         self._let_go_on()
 
     async def load_adapter(self, request: verbs.LoadAdapterRequest, call: Call) -> verbs.AdapterList:
-        """Read an adapter, a text like the weights."""
-        text = _read(request.path, "path")
+        """Read an adapter, a text like the weights, and its scale from ``scale.txt``, 1 without such a file."""
+        text, scale = _read(request.path, "path"), Path(request.path) / "scale.txt"
         await self._begin("load_adapter", call)
         assert self._staged is not None
+        self._staged[0].scale = float(scale.read_text()) if scale.exists() else 1.0
         self._staged = (self._staged[0], text)
         return verbs.AdapterList(adapters=[self._staged[0]])
 
@@ -498,13 +502,15 @@ class FakeEngine(Engine):
             raise Reason.UNSUPPORTED.error("this engine cannot digest its weights", field="action")
         if request.action == verbs.CHECK_ACTION_READ:
             return verbs.CheckReport(action=request.action, values=self._rows(request))
-        text = self._adapter_text(request.adapter) if request.adapter else self.weights
+        adapter, text = self._adapter(request.adapter) if request.adapter else (None, self.weights)
         key = request.digest_key
         digest = _digest(self._shadow or "" if request.shadow else text, key)
         if request.action == verbs.CHECK_ACTION_SNAPSHOT:
             self._snapshot = digest
         report = verbs.CheckReport(action=request.action, tensor_count=1, model_digest=digest)
         report.rank_digest = "" if key else digest
+        if adapter is not None:
+            report.adapter_scale = adapter.scale
         if request.action == verbs.CHECK_ACTION_COMPARE:
             expected = request.expected_digest or self._snapshot
             report.matched = int(digest == expected)
@@ -542,10 +548,10 @@ class FakeEngine(Engine):
         tensor.shape.dims.append(len(values))
         return tensor
 
-    def _adapter_text(self, name: str) -> str:
+    def _adapter(self, name: str) -> tuple[verbs.Adapter, str]:
         if self._staged is not None and self._staged[0].name == name:
-            return self._staged[1]
-        return self.adapter_weights[name]
+            return self._staged
+        return self.adapters[name], self.adapter_weights[name]
 
     async def generate(self, request: rollout.GenerateRequest) -> AsyncGenerator[rollout.GenerateResponse, None]:
         """Number the tokens, at the set pace: from 0 after a text, from the last id on after token ids."""

@@ -2045,6 +2045,7 @@ class CheckReport(_message.Message):
     PROBED_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    ADAPTER_SCALE_FIELD_NUMBER: _builtins.int
     action: Global___CheckAction.ValueType
     """Completed action."""
     tensor_count: _builtins.int
@@ -2057,6 +2058,8 @@ class CheckReport(_message.Message):
     """
     matched: _builtins.int
     """COMPARE: number of tensors that agree."""
+    adapter_scale: _builtins.float
+    """Scale of the digested adapter, as the rank computes it. Unset: the weights, or a rank that does not report it."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDigest]:
         """Digests of every local tensor, on request."""
@@ -2122,12 +2125,15 @@ class CheckReport(_message.Message):
         probed: _abc.Iterable[Global___ProbePrompt] | None = ...,
         values: Global___TensorValues | None = ...,
         decode: Global___DecodeReport | None = ...,
+        adapter_scale: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "difference", b"difference", "elapsed", b"elapsed", "values", b"values"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_scale", b"_adapter_scale", "adapter_scale", b"adapter_scale", "decode", b"decode", "difference", b"difference", "elapsed", b"elapsed", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "changed", b"changed", "decode", b"decode", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_scale", b"_adapter_scale", "action", b"action", "adapter_scale", b"adapter_scale", "changed", b"changed", "decode", b"decode", "difference", b"difference", "elapsed", b"elapsed", "inconsistent", b"inconsistent", "matched", b"matched", "missing", b"missing", "model_digest", b"model_digest", "model_tensors", b"model_tensors", "probed", b"probed", "rank_digest", b"rank_digest", "tensor_count", b"tensor_count", "tensors", b"tensors", "unexpected", b"unexpected", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__adapter_scale: _TypeAlias = _typing.Literal["adapter_scale"]  # noqa: Y015
+    _WhichOneofArgType__adapter_scale: _TypeAlias = _typing.Literal["_adapter_scale", b"_adapter_scale"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_scale) -> _WhichOneofReturnType__adapter_scale | None: ...
 
 Global___CheckReport: _TypeAlias = CheckReport  # noqa: Y015
 
@@ -2285,6 +2291,7 @@ class Adapter(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     LOAD_ID_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     version: _builtins.str
@@ -2303,6 +2310,10 @@ class Adapter(_message.Message):
     """Id of the update that brought the adapter first. Adapters with equal name and label and different ids are different
     adapters.
     """
+    scale: _builtins.float
+    """Scale of the product of the matrices, from the adapter's configuration. A stage that loads the adapter again must
+    have this scale. Unset: not known.
+    """
     @_builtins.property
     def config(self) -> Global___AdapterConfig:
         """Configuration of an adapter that a trainer sent as tensors. A stage without the adapter gets the tensors from a
@@ -2320,12 +2331,15 @@ class Adapter(_message.Message):
         digest: _builtins.str = ...,
         config: Global___AdapterConfig | None = ...,
         load_id: _builtins.str = ...,
+        scale: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_scale", b"_scale", "config", b"config", "scale", b"scale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "digest", b"digest", "load_id", b"load_id", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_scale", b"_scale", "config", b"config", "digest", b"digest", "load_id", b"load_id", "lora_rank", b"lora_rank", "name", b"name", "path", b"path", "pinned", b"pinned", "scale", b"scale", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__scale: _TypeAlias = _typing.Literal["scale"]  # noqa: Y015
+    _WhichOneofArgType__scale: _TypeAlias = _typing.Literal["_scale", b"_scale"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scale) -> _WhichOneofReturnType__scale | None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loras import CONFIG, lora, merged_says, save
+from loras import CONFIG, SCALE, lora, merged_says, save
 from models import changed
 
 import rlctl
@@ -46,7 +46,10 @@ def are_loaded_switched_and_unloaded(fleet: Fleet, model: Any, directory: Path) 
     one, two, other = (lora(model, seed) for seed in (1, 2, 3))
     fleet.load_adapter("math", save(directory / "one", one), version="1")
     operation = fleet.load_adapter("prose", save(directory / "other", other), version="o")
-    assert {(a.name, a.version, a.lora_rank) for a in operation.adapters} == {("math", "1", 2), ("prose", "o", 2)}
+    assert {(a.name, a.version, a.lora_rank, a.scale) for a in operation.adapters} == {
+        ("math", "1", 2, SCALE),
+        ("prose", "o", 2, SCALE),
+    }
     assert listed(fleet) == {("math", "1"), ("prose", "o")}
     wanted = merged_says(model, PROMPT, one)
     assert wanted != base

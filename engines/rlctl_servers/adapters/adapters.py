@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.contract.adapter_identity import scale_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
 from rlctl.v1.common_pb2 import (
@@ -301,7 +302,7 @@ class Adapters(abc.ABC):
         stored.close()
         if reread != config:
             raise Reason.CHECKPOINT_NOT_FOUND.error(f"{path} was changed while it was read", field="path")
-        update.info.lora_rank, update.info.digest = config.lora_rank, digest
+        update.info.lora_rank, update.info.digest, update.info.scale = config.lora_rank, digest, scale_of(config)
         update.info.pinned = pinned
         nbytes = sum(meta.nbytes for meta in stored.metas.values())
         update.staged = Held(name, update.info, len(stored.metas), nbytes)
@@ -406,7 +407,10 @@ class Adapters(abc.ABC):
                 metadata={"expected": request.expected_digest, "found": adapter.info.digest},
             )
         report = CheckReport(
-            action=CHECK_ACTION_CHECKSUM, tensor_count=adapter.tensors, model_digest=adapter.info.digest
+            action=CHECK_ACTION_CHECKSUM,
+            tensor_count=adapter.tensors,
+            model_digest=adapter.info.digest,
+            adapter_scale=adapter.info.scale,
         )
         return [
             RankResult(coordinates=rank, outcome=OUTCOME_APPLIED, evidence=EVIDENCE_ENGINE, check=report)

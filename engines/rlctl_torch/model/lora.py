@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from rlctl.contract.adapter_identity import scale_of
 from rlctl.contract.errors import Reason
 from rlctl.v1.verbs_pb2 import Adapter, AdapterConfig
 from rlctl.weights.checkpoint.checkpoint import compare
@@ -79,9 +80,9 @@ class Adapters:
         }
         adapter = Adapter()
         adapter.CopyFrom(info)
-        adapter.lora_rank = config.lora_rank
+        adapter.lora_rank, adapter.scale = config.lora_rank, scale_of(config)
         pairs = [lora.names_of(module) for module in lora.targets(config, self._layers, field=field)]
-        return LoraAdapter(adapter, lora.scale_of(config), ShardMap(shards, together=pairs))
+        return LoraAdapter(adapter, adapter.scale, ShardMap(shards, together=pairs))
 
     def wire(self, config: AdapterConfig, dtype: torch.dtype, field: str) -> dict[str, TensorMeta]:
         """Return the tensors of an adapter with this config, all in ``dtype``. Raises as :meth:`stage`."""

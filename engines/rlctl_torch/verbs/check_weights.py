@@ -171,7 +171,9 @@ class Check(Action):
             rank.ranks.agree(update.check_complete)
             assert update.adapter is not None
             adapter = update.adapter
-        return _Digesting(rank, self._request, self._action, rank.ranks, adapter.shards).run()
+        report = _Digesting(rank, self._request, self._action, rank.ranks, adapter.shards).run()
+        report.adapter_scale = adapter.scale
+        return report
 
 
 class _Digesting:

@@ -60,6 +60,10 @@ class CommitAdapter(Commit):
         results = await update.step(CheckWeightsRequest(adapter=self._adapter.name), checked)
         failed = {result.slot: blame(result) for result in results if result.outcome != OUTCOME_APPLIED}
         errors = verification_levels.judge_digests(results, levels, expected)
+        scale = self._adapter.scale if self._adapter.HasField("scale") else None
+        answered = [result for result in results if result.slot not in errors]
+        other_scales, self._scale = verification_levels.judge_scales(answered, scale)
+        errors |= other_scales
         update.timeline.fail(errors, levels)
         errors |= failed
         if len(slots) - len(errors) >= update.quorum:
@@ -83,6 +87,8 @@ class CommitAdapter(Commit):
         adapter.CopyFrom(self._adapter)
         adapter.digest = digest
         adapter.lora_rank = adapter.lora_rank or _rank_of(self._run)
+        if self._scale is not None:
+            adapter.scale = self._scale
         if not adapter.path:
             adapter.config.CopyFrom(update.record.request.adapter_config)
         async with self._roster.publishing:
@@ -120,6 +126,7 @@ class CommitAdapter(Commit):
         return self._update.adapter
 
     _levels: Levels
+    _scale: float | None
 
 
 async def unload(

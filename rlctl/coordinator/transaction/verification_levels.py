@@ -297,6 +297,31 @@ def judge_digests(
     return errors
 
 
+def judge_scales(results: Sequence[StageResult], expected: float | None) -> tuple[dict[str, RlctlError], float | None]:
+    """Return the error of each target whose ranks compute an adapter with a wrong scale, by slot, and the right scale.
+
+    The scale must be ``expected``. None: all targets must agree. If they disagree, no target is known to be right. A
+    rank that reports no scale is not compared.
+    """
+    scales = {
+        result.slot: {r.check.adapter_scale for r in result.rank_results if r.check.HasField("adapter_scale")}
+        for result in results
+    }
+    reported = set().union(*scales.values())
+    if expected is None and len(reported) == 1:
+        (expected,) = reported
+    errors = {}
+    for slot, own in scales.items():
+        if own - {expected}:
+            found = ", ".join(f"{scale:g}" for scale in sorted(own))
+            others = ", ".join(f"{scale:g}" for scale in sorted(reported - own)) or "one scale"
+            errors[slot] = Reason.CHECKPOINT_MISMATCH.error(
+                f"its adapter has scale {found}, not {others if expected is None else f'{expected:g}'}",
+                next_step="Make the adapter's configuration equal on all hosts, and load the adapter again.",
+            )
+    return errors, expected
+
+
 def judge_evidence(
     committed: Sequence[StageResult], levels: Mapping[str, Level], *, probed: bool
 ) -> dict[str, RlctlError]:

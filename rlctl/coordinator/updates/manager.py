@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
+from rlctl.contract.adapter_identity import scale_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.errors import Reason, RlctlError, typed
 from rlctl.contract.verbs import of_request
@@ -129,6 +130,8 @@ class Updates:
                 await self._end_predecessors(request)
                 await self._healer.make_way(request.model)
             adapter = Adapter(name=request.adapter, version=request.version, lora_rank=request.adapter_config.lora_rank)
+            if request.adapter_config.lora_rank:
+                adapter.scale = scale_of(request.adapter_config)
             update = self._plan(request, timeout_s, adapter if request.adapter else None)
             if not request.header.validate_only:
                 await self._start(update, request, TRAINERS_UPDATE)

@@ -99,10 +99,6 @@ def check(config: AdapterConfig, *, field: str) -> None:
         raise _invalid("target_modules names no module", f"{field}.target_modules")
 
 
-def scale_of(config: AdapterConfig) -> float:
-    return config.lora_alpha / (math.sqrt(config.lora_rank) if config.rslora else config.lora_rank)
-
-
 def targets(config: AdapterConfig, modules: Iterable[str], *, field: str) -> list[str]:
     """Return the target modules of an adapter. A target is a module's full name, or the end of the name after a dot.
 

@@ -218,6 +218,34 @@ def said(name: str, *digests: str, outcome: int = OUTCOME_APPLIED, inconsistent:
     return StageResult(slot=name, outcome=outcome, rank_results=ranks)  # type: ignore[arg-type]
 
 
+def scaled(name: str, *scales: float | None) -> StageResult:
+    ranks = [RankResult(check=CheckReport(adapter_scale=scale)) for scale in scales]
+    return StageResult(slot=name, outcome=OUTCOME_APPLIED, rank_results=ranks)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answers", "right", "wrong"),
+    [
+        (2.0, [scaled("a", 2, 2), scaled("b", 2)], 2.0, ""),
+        (2.0, [scaled("a", 2), scaled("b", 4)], 2.0, "b"),
+        (2.0, [scaled("a", 4), scaled("b", 4)], 2.0, "ab"),
+        (2.0, [scaled("a", 2, 4)], 2.0, "a"),
+        (2.0, [scaled("a", None)], 2.0, ""),
+        (None, [scaled("a", 2), scaled("b", 2)], 2.0, ""),
+        (None, [scaled("a", 2), scaled("b", 4)], None, "ab"),
+        (None, [scaled("a", 2, 4)], None, "a"),
+        (None, [scaled("a", None), scaled("b", 2)], 2.0, ""),
+        (None, [scaled("a", None)], None, ""),
+        (None, [], None, ""),
+    ],
+)
+def test_an_adapter_has_one_scale(
+    expected: float | None, answers: list[StageResult], right: float | None, wrong: str
+) -> None:
+    errors, scale = verification_levels.judge_scales(answers, expected)
+    assert ("".join(sorted(errors)), scale) == (wrong, right)
+
+
 @pytest.mark.parametrize(
     ("level", "expected", "answers", "wrong"),
     [

@@ -150,6 +150,7 @@ async def test_tensors_come_over_a_group(stage: Stage, math: Made, other: Made) 
         _, sent = await source.send(tensors, "u1")
         reports = await stage(CheckWeightsRequest(adapter="math"), update="u1")
         assert {report.model_digest for report in reports} == {sent}, "the staged one"
+        assert {report.adapter_scale for report in reports} == {2.0}
         assert await names(stage) == [("math", "old")], "nothing is served before the commit"
         await stage(CommitUpdateRequest(), update="u1")
     assert await names(stage) == [("math", "new")]

@@ -275,6 +275,54 @@ async def test_what_is_read_again_must_be_what_was_loaded(make_fleet: Callable, 
         assert (await generate(fleet, "a", "")).output_ids
 
 
+async def test_what_is_read_again_must_have_the_scale_that_was_loaded(
+    make_fleet: Callable, checkpoint: Checkpoint
+) -> None:
+    """The tensors are equal, so the digests are, but the outputs differ."""
+    async with make_fleet(a=1, b=2) as fleet:
+        path = checkpoint("lora")
+        loaded = await load(fleet, path)
+        assert [adapter.scale for adapter in loaded.adapters] == [1.0]
+        (Path(path) / "scale.txt").write_text("4")
+        await restart(fleet, "a")
+        await eventually(lambda: any(o.verb == "HealStage" and o.error.reason for o in _operations(fleet)), 10)
+        heal = next(o for o in _operations(fleet) if o.verb == "HealStage" and o.error.reason)
+        assert heal.error.reason == "CHECKPOINT_MISMATCH"
+        assert "its adapter has scale 4, not 1" in heal.error.message
+        assert held(fleet)[:1] == [{}]
+        assert await not_generated(fleet, "a") is Reason.ADAPTER_NOT_FOUND
+
+
+async def test_targets_with_different_scales_replace_nothing(fleet: InProcessFleet, checkpoint: Checkpoint) -> None:
+    """Hosts may have different copies of an adapter's configuration."""
+    await load(fleet, checkpoint("lora"))
+
+    async def differing(engine: FakeEngine, called: str, call: Call) -> None:
+        if called == "check_weights" and engine.config.tp_size == 2:
+            assert engine._staged is not None
+            engine._staged[0].scale = 2
+
+    for rank in range(2):
+        fake_engine.FAULTS[fleet.specs[0].model_path, rank] = differing
+    operation = await load(fleet, checkpoint("new"), "a-2")
+    assert {result.error.reason for result in operation.stage_results} == {"CHECKPOINT_MISMATCH"}
+    assert {result.outcome for result in operation.stage_results} == {OUTCOME_REJECTED}
+    assert held(fleet) == [{"math": ("a-1", "lora")}] * 3
+    plan = await begin(fleet)  # of scale 2, as the coordinator knows
+    await join(fleet, plan)
+    await write(fleet, plan, "new")
+    assert (await commit(fleet, plan, digest("new"))).state == OPERATION_STATE_OK
+    fake_engine.FAULTS.clear()
+    config = v.AdapterConfig(lora_rank=4, lora_alpha=4, target_modules=["q_proj"], dtype="torch.float32")
+    plan = await begin(fleet, "a-8", adapter_config=config)
+    for rank in range(2):
+        fake_engine.FAULTS[fleet.specs[0].model_path, rank] = differing
+    await write(fleet, plan, "newer")
+    ended = await commit(fleet, plan, digest("newer"))
+    assert {result.slot: result.error.reason for result in ended.stage_results}["b"] == "CHECKPOINT_MISMATCH"
+    assert recorded(fleet) == [("math", "a-7")]
+
+
 async def test_a_request_waits_for_those_that_have_it(make_fleet: Callable, checkpoint: Checkpoint) -> None:
     async with make_fleet(a=1, b=1, heal=False) as fleet, await aio.connect(fleet.server.address) as client:
         path = checkpoint("lora")

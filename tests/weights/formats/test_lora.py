@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlctl.contract.adapter_identity import scale_of
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.weights.formats import lora
 
@@ -28,9 +29,9 @@ def refused(**changes: Any) -> RlctlError:
 def test_what_a_config_says() -> None:
     config = lora.from_peft({**PLAIN, "lora_dropout": 0.5, "use_dora": False, "rank_pattern": {}}, field="path")
     assert (config.lora_rank, config.lora_alpha, list(config.target_modules)) == (4, 8, ["q_proj", "v_proj"])
-    assert lora.scale_of(config) == 2
+    assert scale_of(config) == 2
     rslora = lora.from_peft({**PLAIN, "use_rslora": True}, field="path")
-    assert lora.scale_of(rslora) == 8 / math.sqrt(4)
+    assert scale_of(rslora) == 8 / math.sqrt(4)
 
 
 @pytest.mark.parametrize(
