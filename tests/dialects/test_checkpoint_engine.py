@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 from rlctl_sglang.options import Options, interpreter
 from safetensors.torch import load_file
 from sglang_suite import Server
+from trainer_scripts import ended
 
 from rlctl.contract.errors import RlctlError
 from rlctl.weights.tensor.digest import combine, tensor_digest
@@ -24,17 +22,15 @@ SERVERS = Path(__file__).parents[1] / "support" / "parameter_server.py"
 
 
 async def update(
-    server: Server, output: Path, seed: int, places: Sequence[str] = (), *, python: str = sys.executable, **environ: str
+    server: Server, output: Path, seed: int, places: Sequence[str] = (), *, python: str = "", **environ: str
 ) -> dict[str, Any]:
     """What parameter servers say of an update; ``places``: addresses with ranks, instead of all."""
     places = places or [f"{url}={ranks}" for url, ranks in zip(server.engines, server.ranks, strict=True)]
-    process = await asyncio.create_subprocess_exec(
-        python, str(SERVERS), str(server.tiny[1]), str(output), str(seed), *places,
-        env={**os.environ, **environ}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    told, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    report: dict[str, Any] = json.loads(told.decode().splitlines()[-1])
+    done = await ended(
+        SERVERS, str(server.tiny[1]), str(output), str(seed), *places, python=python, PYTHONPATH="", **environ
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
 
@@ -50,14 +46,14 @@ def expected(path: Path) -> str:
 
 @pytest.mark.parametrize("library", ["", "pyzmq"])
 async def test_every_engine_has_the_parameter_servers_weights(server: Server, tmp_path: Path, library: str) -> None:
-    python = sys.executable
+    python = ""
     if library:
         try:
             python = interpreter(Options())
         except RlctlError as error:
             pytest.skip(f"SGLang is not installed: {error.next_step}")
     for seed in (1, 2):
-        report = await update(server, tmp_path, seed, python=python, VERSION=f"v{seed}", PYTHONPATH="")
+        report = await update(server, tmp_path, seed, python=python, VERSION=f"v{seed}")
         assert report["buckets"] > 2
         assert report["errors"] == ["", "", ""]
         assert [status for status, _ in report["answers"].values()] == [200, 200], report
@@ -69,7 +65,7 @@ async def test_every_engine_has_the_parameter_servers_weights(server: Server, tm
 
 async def test_at_the_root_the_fleet_is_one_server_and_a_pause_stays(server: Server, tmp_path: Path) -> None:
     await server.every("POST", "/pause_generation", {"mode": "retract"})
-    report = await update(server, tmp_path, 3, [f"{server.root}=3"], PYTHONPATH="")
+    report = await update(server, tmp_path, 3, [f"{server.root}=3"])
     assert [status for status, _ in report["answers"].values()] == [200], report
     assert await digests(server) == {expected(tmp_path / "3.safetensors")}
     assert [status for status, _ in await server.every("GET", "/ready")] == [503, 503]
@@ -81,7 +77,7 @@ async def test_parameter_servers_learn_of_a_failure_and_nothing_is_published(
     server: Server, tmp_path: Path, fault: str, reason: str
 ) -> None:
     before = await server.version()
-    report = await update(server, tmp_path, 4, FAULT=fault, PYTHONPATH="")
+    report = await update(server, tmp_path, 4, FAULT=fault)
     assert all(reason in error for error in report["errors"]), report
     assert {(status, body["success"]) for status, body in report["answers"].values()} == {(400, False)}
     reasons = {body["error"]["reason"] for _, body in report["answers"].values()}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +16,7 @@ from pickle_mutations import mutated
 from rlctl_sglang.options import Options, interpreter
 from safetensors.torch import load_file
 from sglang_suite import Server
+from trainer_scripts import ended
 
 from rlctl.contract.errors import RlctlError
 from rlctl.weights.tensor.digest import combine, tensor_digest
@@ -30,30 +28,25 @@ TRAINER = ROOT / "tests" / "support" / "colocated_trainer.py"
 STUBS = ROOT / "engines" / "rlctl_sglang" / "cpu"
 
 
-def serialiser(name: str) -> tuple[str, dict[str, str]]:
-    """The Python of a trainer and its environment: with SGLang, or with classes of the same names."""
+def serialiser(name: str) -> dict[str, str]:
+    """How a trainer runs: in a Python with SGLang, or with classes of the same names."""
     if name == "torch":
-        return sys.executable, {**os.environ, "STAND_IN": "1"}
+        return {"STAND_IN": "1"}
     try:
-        python = interpreter(Options())
+        return {"python": interpreter(Options()), "PYTHONPATH": str(STUBS)}
     except RlctlError as error:
         pytest.skip(f"SGLang is not installed: {error.next_step}")
-    return python, {**os.environ, "PYTHONPATH": str(STUBS)}
 
 
 async def train(
     server: Server, output: Path, trainer: str, seeds: str, library: str = "torch", places: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], str]:
     """The lines of a trainer, and what it says when it fails. ``places``: addresses with ranks, instead of all."""
-    python, environment = serialiser(library)
     places = places or [f"{url}={ranks}" for url, ranks in zip(server.engines, server.ranks, strict=True)]
-    process = await asyncio.create_subprocess_exec(
-        python, str(TRAINER), str(server.tiny[1]), str(output), trainer, seeds, *places,
-        env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    told, errors = await process.communicate()
-    lines = [json.loads(line) for line in told.decode().splitlines() if line.startswith("{")]
-    return lines, "" if process.returncode == 0 else errors.decode()
+    arguments = [str(server.tiny[1]), str(output), trainer, seeds, *places]
+    trained = await ended(TRAINER, *arguments, **serialiser(library))
+    lines = [json.loads(line) for line in trained.stdout.splitlines() if line.startswith("{")]
+    return lines, "" if trained.returncode == 0 else trained.stderr
 
 
 async def digests(server: Server) -> set[str]:

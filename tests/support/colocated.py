@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
+from trainer_scripts import ended
 
 from rlctl.gateway.server import GatewayConfig, GatewayServer
 from rlctl.sdk import aio
@@ -26,13 +24,9 @@ async def assert_updates(coordinator: str, checkpoint: Path, output: Path, train
             (stage,) = await client.stages()
         ranks = len(stage.registration.layout.workers)
         place = f"http://{gateway.address}/engines/{stage.registration.slot}={ranks}"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(TRAINER), str(checkpoint), str(output), trainer, "1,2", place,
-            env={**os.environ, "STAND_IN": "1"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        told, errors = await process.communicate()
-        assert process.returncode == 0, errors.decode()
-        assert [json.loads(line)["left"] for line in told.decode().splitlines()] == [[], []]
+        trained = await ended(TRAINER, str(checkpoint), str(output), trainer, "1,2", place, STAND_IN="1")
+        assert trained.returncode == 0, trained.stderr
+        assert [json.loads(line)["left"] for line in trained.stdout.splitlines()] == [[], []]
         async with await aio.connect(coordinator) as client:
             [model] = await client.models()
     finally:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COMMAND = (sys.executable, "-m", "rlctl")
+from forking import NURSERY
+
+LONGEST_S = 600.0
 
 
 def run(
     *arguments: str,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> tuple[int, list[dict[str, Any]], str]:
-    """Return (exit code, objects on stdout, stderr) of ``rlctl demo --json``."""
-    done = subprocess.run(
-        [*command, "demo", "--json", *arguments], cwd=directory, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    """Return (exit code, objects on stdout, stderr) of ``rlctl demo --json``; without ``command`` it is forked."""
+    if command:
+        done = subprocess.run(
+            [*command, "demo", "--json", *arguments], cwd=directory, env=environment,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    else:
+        done = NURSERY.run("demo", "--json", *arguments, timeout_s=LONGEST_S)
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 

@@ -26,10 +26,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any
 
 SERVERS = (
@@ -38,6 +39,8 @@ SERVERS = (
     *("rlctl.stage.server", "rlctl.testing.fake_engine", "rlctl.worker.server"),
 )
 TORCH = ("rlctl_torch.engine", "transformers.models.qwen2.modeling_qwen2")
+COMMANDS = ("rlctl.cli.commands.up", "rlctl.launch.local.child_processes", "rlctl.sdk.blocking")
+DEMO = (*TORCH, "rlctl.demo.loop", "transformers.models.llama.modeling_llama")
 ENGINES = ("sglang", "torch", "vllm")
 MODULES = ("rlctl", "other_host", "with_nccl")
 """What launchers run: rlctl, or a module of a test that changes something of rlctl's and runs it."""
@@ -149,15 +152,37 @@ class Nursery:
         python, dash_m, module, *arguments = command
         env = options["env"]
         forks = (python, dash_m) == (sys.executable, "-m") and module in MODULES and _device(arguments) == "cpu"
-        ours = self._env or _own()
-        early = {name for name in {*env, *ours} if name.startswith(EARLY) and name not in LATE}
-        if not forks or any(env.get(name) != ours.get(name) for name in early):
+        if not forks or not self._has_imports_of(env):
             return subprocess.Popen(command, **options)
         return Forked(self, [module, *arguments], options["stderr"], env, TORCH if _torch(arguments) else SERVERS)
 
-    def script(self, argv: Sequence[str], stderr: IO[bytes]) -> Forked:
-        """Start a process that runs a script with its arguments."""
-        return Forked(self, argv, stderr, _own(), TORCH)
+    def script(
+        self, argv: Sequence[str], stderr: IO[bytes], environ: Mapping[str, str] = MappingProxyType({})
+    ) -> Forked:
+        """Start a process that runs a script; ``environ``: variables beside those of this process."""
+        return Forked(self, argv, stderr, {**_own(), **environ}, TORCH)
+
+    def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Run ``rlctl`` with these arguments to its end. It is forked, if allowed, and killed when its time is up."""
+        if not self._has_imports_of(_own()):
+            command = [sys.executable, "-m", "rlctl", *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+        imported = (*SERVERS, *COMMANDS, *(DEMO if arguments[0] == "demo" else ()))
+        with tempfile.TemporaryFile() as stderr:
+            process = Forked(self, ["rlctl", *arguments], stderr, _own(), imported)
+            process.stdin.close()
+            limit = threading.Timer(timeout_s, process.kill)
+            limit.start()
+            try:
+                stdout = process.stdout.read()
+                process.wait()
+            finally:
+                limit.cancel()
+                process.close()
+            stderr.seek(0)
+            return subprocess.CompletedProcess(
+                arguments, process.returncode or 0, stdout.decode(), stderr.read().decode()
+            )
 
     def fork(
         self,
@@ -212,6 +237,12 @@ class Nursery:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait()
             self._socket.close()
+
+    def _has_imports_of(self, env: Mapping[str, str]) -> bool:
+        """Return True if imports read the same variables here and in ``env``."""
+        ours = self._env or _own()
+        early = {name for name in {*env, *ours} if name.startswith(EARLY) and name not in LATE}
+        return all(env.get(name) == ours.get(name) for name in early)
 
     def _await(self, listener: socket.socket) -> None:
         """Start the forking process at the first connection of another launcher, which that process accepts."""
@@ -388,6 +419,8 @@ def become(asked: dict[str, Any], streams: Sequence[int]) -> None:
     sys.argv = asked["argv"]
     path = [place for place in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[1:1] = [place for place in path if place not in sys.path]
+    if (launching := sys.modules.get("rlctl.launch.local.child_processes")) and (nursery := shared()):
+        launching.subprocess = standing_in(nursery)  # type: ignore[attr-defined]
     if sys.argv[0] in MODULES:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forking import NURSERY
 
 from rlctl.contract.errors import RlctlError
 from rlctl.launch.fleet_controller import LaunchedFleet
@@ -26,8 +26,7 @@ WAIT_S = 60.0
 
 
 def rlctl_command(*arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlctl", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+    return NURSERY.run(*arguments, timeout_s=timeout_s)
 
 
 def until(condition: Callable[[], object], what: str) -> None:
