@@ -6,8 +6,8 @@ Imports: launch.interface, launch.local, launch.ray, sdk, contract, runtime; ``e
 transport.
 
 Start with ``fleet_controller.py`` (``LaunchedFleet.want``, ``LaunchedFleet.look``: one step at a time) and
-``engine_lifecycle.py`` (``EngineRun.start``; ``EngineRun.advance``; ``EngineRun.again`` after a failure). A stage
-server starts the SGLang or vLLM program: ``engines/rlctl_servers/server/process.py`` (``ServerProcess``).
-``deployment.py`` describes the processes that a supervisor keeps running; ``embedded.py`` runs a coordinator inside the
-trainer's process.
+``engine_lifecycle.py`` (``EngineRun.start``; ``EngineRun.advance``; ``EngineRun.again`` after a failure).
+``coordinator_calls.py`` bounds the calls to the coordinator. A stage server starts the SGLang or vLLM program:
+``engines/rlctl_servers/server/process.py`` (``ServerProcess``). ``deployment.py`` describes the processes that a
+supervisor keeps running; ``embedded.py`` runs a coordinator inside the trainer's process.
 """

@@ -7,11 +7,10 @@ are disabled, drained and stopped. The same steps start a fleet and restart ende
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 from rlctl.contract import min_healthy
 from rlctl.contract.errors import DeadlineExceeded, NotFound, Reason, RlctlError
+from rlctl.launch.coordinator_calls import CoordinatorCalls
 from rlctl.launch.engine_lifecycle import REPLACED, START_S, UP, EngineRun, Limits, Phase
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.launcher import Launched, Launcher
@@ -36,20 +36,11 @@ from rlctl.transport.tls.authority import Authority
 from rlctl.transport.tls.credentials import Tls
 from rlctl.v1.common_pb2 import STAGE_STATE_JOINING, STAGE_STATE_UNREACHABLE
 from rlctl.v1.fleet_pb2 import EngineFailure, Stage
-from rlctl.v1.fleet_pb2 import Fleet as FleetMessage
 
 __all__ = ["EngineSpec", "LaunchedFleet", "interrupted"]
 
 READY_S = 60.0
 POLL_S = 0.05
-CALL_S = 5.0
-"""Seconds for a call to the coordinator. The next step repeats the call."""
-BUSY_S = 10.0
-"""Seconds for the load of a stage, which the coordinator asks for."""
-REPORT_S = 10.0
-"""Seconds of waits in a row without an answer of the coordinator, after which the silence is reported: a lease."""
-SILENT_S = 60.0
-"""Seconds of such waits, after which a change fails."""
 ASK_S = 2.0
 RENEW_S = 3600.0
 """Seconds between checks of the validity of certificates."""
@@ -135,13 +126,8 @@ class LaunchedFleet:
         self._launcher: Launcher = launcher or self._local
         self._reserved = tuple(reserved)
         self.gateways = Gateways(gateways, self._local, self.limits.backoff_s, on_progress)
-        self._client: Fleet | None = None
+        self._calls = CoordinatorCalls(self.connect, lambda: self.coordinator, on_progress)
         self._ask_at = 0.0
-        self._silent_s = 0.0
-        """Waits for the coordinator since its last answer."""
-        self._is_silent = False
-        """Whether the coordinator has not answered in this step. It is asked again in the next one."""
-        self._silence_reported = False
         self._replacing: set[str] = set()
         """Slots whose engines are due for a restart."""
         self._failures_reported: dict[str, tuple[RlctlError | None, Launched | None]] = {}
@@ -197,9 +183,7 @@ class LaunchedFleet:
     def stop(self) -> None:
         """End all processes: gateways first, then engines, while a coordinator can still deregister the engines."""
         late = self.gateways.stop()
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._calls.close()
         engines = [process for run in self.runs.values() for process in run.processes]
         late += [*stop_all(engines), *stop_all([self.coordinator] if self.coordinator is not None else [])]
         for process in late:
@@ -339,7 +323,7 @@ class LaunchedFleet:
         ``restart``: failed engines start again after the back-off.
         """
         specs = {spec.slot: spec for spec in self.engines}
-        self._is_silent = False
+        self._calls.begin_step()
         self._renew_certificates()
         self._tell_policies()
         stages = self._stages()
@@ -349,7 +333,8 @@ class LaunchedFleet:
             if changes and (spec is None or self._may_replace(run, specs)):
                 self._leave(run, stages)
             self._enable(run, stages)
-            run.advance(stages.get(slot), idle=run.phase is Phase.DRAINING and self._idle(slot, stages))
+            is_idle = run.phase is Phase.DRAINING and slot in stages and self._calls.is_idle(slot)
+            run.advance(stages.get(slot), idle=is_idle)
             if restart:
                 run.again()
             if run.phase is Phase.GONE:
@@ -366,7 +351,7 @@ class LaunchedFleet:
                 run = self.runs[spec.slot] = self._run(spec)
                 run.start()
         self._report_failures(restart=restart)
-        self._report_silence()
+        self._calls.report_silence(self.address)
         self.gateways.look(self.address, restart=restart)
         if self._metrics:
             self._targets.write(self.processes)
@@ -383,30 +368,14 @@ class LaunchedFleet:
                 with contextlib.suppress(NotFound):  # never registered
                     await client.report_engine_failure(slot, failure)
 
-            if self._call(tell):
+            if self._calls.call(tell):
                 self._failures_reported[slot] = (run.error, self.coordinator)
-
-    def _report_silence(self) -> None:
-        """Report that the coordinator does not answer, once, and that it answers again."""
-        if self._silence_reported and not self._silent_s:
-            self._silence_reported = False
-            self._say(f"coordinator at {self.address} answers again")
-        elif not self._silence_reported and self._silent_s >= REPORT_S and self.coordinator is not None:
-            self._silence_reported = True
-            self._say(f"Warning: {self._silence(self.coordinator)}")
-
-    def _silence(self, coordinator: Launched) -> RlctlError:
-        pid = coordinator.pid
-        return Reason.UNREACHABLE.error(
-            f"the coordinator (pid {pid}) has not answered for {self._silent_s:.0f} s",
-            next_step=f"Continue it (`kill -CONT {pid}`), or end it (`kill -9 {pid}`).",
-        )
 
     def _leave(self, run: EngineRun, stages: Mapping[str, Stage]) -> None:
         """Disable the slot before the drain. A serving engine is not drained while the coordinator is silent."""
         slot = run.spec.slot
         disabled = slot in stages and not stages[slot].enabled
-        if run.phase is not Phase.READY or disabled or self._call(lambda client: self._disable(client, slot)):
+        if run.phase is not Phase.READY or disabled or self._calls.call(lambda client: self._disable(client, slot)):
             run.drain()
 
     async def _disable(self, client: AsyncFleet, slot: str) -> None:
@@ -446,7 +415,7 @@ class LaunchedFleet:
             return
         replaced = not stage.enabled and stage.disabled_reason == REPLACED
         if replaced and stage.registration.address == run.leader.facts["address"]:
-            self._call(lambda client: client.set_enabled([slot], True))
+            self._calls.call(lambda client: client.set_enabled([slot], True))
 
     def _may_replace(self, run: EngineRun, specs: Mapping[str, EngineSpec]) -> bool:
         """Whether a changed engine may be replaced: in sequence within a model, so that the model stays served.
@@ -485,7 +454,7 @@ class LaunchedFleet:
         hosts = [split(each, "listen")[0] for each in (listen, self._web) if each and not each.startswith("unix:")]
         self.coordinator = self._local.start("coordinator", arguments, identity="coordinator", hosts=hosts)
         self._told_by_hand, self._told_slots = self._by_hand, slots
-        self._silent_s, self._silence_reported = 0.0, False
+        self._calls.forgive()
 
     def _await_coordinator(self) -> None:
         assert self.coordinator is not None
@@ -508,17 +477,18 @@ class LaunchedFleet:
 
     def _tell_policies(self) -> None:
         """Send the admitted slots and the models to heal by hand, after a change."""
+        call = self._calls.call
         slots = {spec.slot for spec in self.engines}
         if slots != self._told_slots:
             added, removed = sorted(slots - self._told_slots), sorted(self._told_slots - slots)
-            if self._call(lambda client: client.admit(added, removed)):
+            if call(lambda client: client.admit(added, removed)):
                 self._told_slots = slots
         for model in sorted(self._told_by_hand ^ self._by_hand):
             by_hand = model in self._by_hand
-            if self._call(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
+            if call(lambda client, model=model, by_hand=by_hand: client.set_healing(model, by_hand=by_hand)):  # type: ignore[misc]
                 self._told_by_hand ^= {model}
         for model, text in self._untold_limits().items():
-            if self._call(lambda client, model=model, text=text: client.set_min_healthy(model, text or "0")):  # type: ignore[misc]
+            if call(lambda client, model=model, text=text: client.set_min_healthy(model, text or "0")):  # type: ignore[misc]
                 self._told_min_healthy[model] = text
 
     def _untold_limits(self) -> dict[str, str]:
@@ -530,7 +500,7 @@ class LaunchedFleet:
 
     def _announce_resumed(self) -> None:
         """Announce the published versions of the journal: engines that start with other weights serve nothing."""
-        fleet = self._status()
+        fleet = self._calls.status()
         if fleet is None or not (models := [model for model in fleet.models if model.latest.sequence]):
             return
         versions = ", ".join(f"{model.name} at {model.latest.label}#{model.latest.sequence}" for model in models)
@@ -541,7 +511,7 @@ class LaunchedFleet:
 
         A stage that is only unreachable registers again.
         """
-        fleet = self._status()
+        fleet = self._calls.status()
         slots = {spec.slot for spec in self.engines}
         for stage in fleet.stages if fleet is not None else ():
             slot = stage.registration.slot
@@ -549,7 +519,7 @@ class LaunchedFleet:
             if slot in slots or not absent:
                 continue
             boot_id = stage.registration.boot_id  # the slot may have been filled since
-            if self._call(lambda client, slot=slot, boot_id=boot_id: client.deregister(slot, boot_id=boot_id)):  # type: ignore[misc]
+            if self._calls.call(lambda client, slot=slot, boot_id=boot_id: client.deregister(slot, boot_id=boot_id)):  # type: ignore[misc]
                 self._say(f"{slot}: empty and not in the topology: taken off the record")
 
     def _refuse_failed(self) -> None:
@@ -557,8 +527,7 @@ class LaunchedFleet:
             raise self.coordinator.failure()
         if self.coordinator is not None and not self.coordinator.serves and (error := unended([self.coordinator])):
             raise error
-        if self.coordinator is not None and self._silent_s > SILENT_S:
-            raise self._silence(self.coordinator)
+        self._calls.refuse_silent()
         for run in self.runs.values():
             if run.error is not None:
                 raise run.error
@@ -580,56 +549,8 @@ class LaunchedFleet:
         if not waits and (self.coordinator is None or time.monotonic() < self._ask_at):
             return {}
         self._ask_at = time.monotonic() + ASK_S
-        fleet = self._status()
+        fleet = self._calls.status()
         return {stage.registration.slot: stage for stage in fleet.stages} if fleet is not None else {}
-
-    def _idle(self, slot: str, stages: Mapping[str, Stage]) -> bool:
-        """Whether the slot has no running requests and no update."""
-        answers: list[dict[str, str]] = []
-
-        async def ask(client: AsyncFleet) -> None:
-            answers.append(await client.busy([slot]))
-
-        return slot in stages and self._call(ask, BUSY_S) and not answers[0]
-
-    def _status(self) -> FleetMessage | None:
-        statuses: list[FleetMessage] = []
-
-        async def ask(client: AsyncFleet) -> None:
-            statuses.append(await client.status())
-
-        self._call(ask)
-        return statuses[0] if statuses else None
-
-    def _call(self, ask: Callable[[AsyncFleet], Awaitable[object]], limit_s: float = CALL_S) -> bool:
-        """Call the coordinator. Returns False without an answer within the limit; the next step calls again.
-
-        An ended coordinator is not called: the SDK would wait, and the supervisor must restart the coordinator. Nor is
-        a killed coordinator that has not ended.
-        """
-        if self.coordinator is not None and (self.coordinator.returncode is not None or not self.coordinator.serves):
-            return False
-        if self._is_silent:
-            return False
-
-        async def limited(client: AsyncFleet) -> None:
-            async with asyncio.timeout(limit_s):
-                await ask(client)
-
-        began = time.monotonic()
-        try:
-            if self._client is None:
-                self._client = self.connect()
-            self._client.loop.call(limited(self._client.aio))
-        except (RlctlError, TimeoutError) as error:
-            reason = error.reason if isinstance(error, RlctlError) else Reason.DEADLINE_EXCEEDED
-            if reason in (Reason.TOKEN_INVALID, Reason.TOKEN_MISSING):
-                raise
-            self._is_silent = reason in (Reason.DEADLINE_EXCEEDED, Reason.UNREACHABLE)
-            self._silent_s = self._silent_s + time.monotonic() - began if self._is_silent else 0.0
-            return False
-        self._silent_s = 0.0
-        return True
 
     def _tell_of_interrupt(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, Exception):

@@ -26,7 +26,7 @@ from waiting import eventually
 from rlctl.cli.app.settings import Settings
 from rlctl.cli.render import progress
 from rlctl.contract.errors import RlctlError
-from rlctl.launch import fleet_controller
+from rlctl.launch import coordinator_calls, fleet_controller
 from rlctl.launch.deployment import Deployment
 from rlctl.launch.engine_lifecycle import Limits, Phase
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
@@ -674,7 +674,7 @@ def test_an_engine_is_drained_only_after_the_coordinator_has_disabled_its_slot(
     tmp_path: Path, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A coordinator that is stopped sends requests to the stage when it goes on."""
-    monkeypatch.setattr(fleet_controller, "SILENT_S", 1.0)
+    monkeypatch.setattr(coordinator_calls, "SILENT_S", 1.0)
     engine = EngineSpec("actor-0", checkpoint("one"), engine="fake")
     with LaunchedFleet([engine], directory=tmp_path / "fleet") as fleet:
         coordinator = fleet.process("coordinator")
@@ -699,8 +699,8 @@ def test_a_silent_coordinator_is_reported_once_while_nothing_changes(
     capsys: pytest.CaptureFixture[str],
     engines: int,
 ) -> None:
-    monkeypatch.setattr(fleet_controller, "CALL_S", 0.5)
-    monkeypatch.setattr(fleet_controller, "REPORT_S", 1.0)
+    monkeypatch.setattr(coordinator_calls, "CALL_S", 0.5)
+    monkeypatch.setattr(coordinator_calls, "REPORT_S", 1.0)
     specs = [EngineSpec("actor-0", checkpoint("one"), engine="fake")][:engines]
     holder = _Supervisor(Settings(), Deployment("lab", "127.0.0.1:0", specs))
     fleet = holder._fleet

@@ -20,6 +20,7 @@ from children import Child
 from rlctl.contract.errors import DeadlineExceeded, InvalidRequest, Reason, RlctlError
 from rlctl.launch import embedded
 from rlctl.launch import gateways as gateways_module
+from rlctl.launch.coordinator_calls import CoordinatorCalls
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.launch.gateways import Gateways
 from rlctl.launch.interface.spec import GatewaySpec
@@ -436,7 +437,7 @@ def test_a_removed_gateway_that_no_kill_ends_is_an_error_until_it_ends(
     assert said[-1] == "gateway-actor: stopped"
 
 
-def test_a_silent_coordinator_is_called_once_a_step(tmp_path: Path) -> None:
+def test_a_silent_coordinator_is_called_once_a_step() -> None:
     class Silent:
         """A client without answers."""
 
@@ -455,12 +456,12 @@ def test_a_silent_coordinator_is_called_once_a_step(tmp_path: Path) -> None:
     async def ask(_: object) -> None:
         raise AssertionError
 
-    fleet, silent = LaunchedFleet((), directory=tmp_path), Silent()
-    fleet._client = silent  # type: ignore[assignment]
-    assert [fleet._call(ask), fleet._call(ask)] == [False, False]
+    silent = Silent()
+    calls = CoordinatorCalls(lambda: silent, lambda: None, print)  # type: ignore[arg-type, return-value]
+    assert [calls.call(ask), calls.call(ask)] == [False, False]
     assert silent.calls == 1
-    fleet.look()
-    assert not fleet._call(ask)
+    calls.begin_step()
+    assert not calls.call(ask)
     assert silent.calls == 2, "the next step asks again"
 
 
