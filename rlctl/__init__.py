@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from rlctl.rollout.sample import RolloutFailed, RolloutSample
     from rlctl.sdk import aio
     from rlctl.sdk.blocking import Fleet, connect, publisher
+    from rlctl.trainer.model_digest import has_digest, model_digest
     from rlctl.trainer.pending_update import AsyncPending, Pending
     from rlctl.trainer.probe import Probe
-    from rlctl.trainer.publisher import AsyncPublisher, Publisher, has_digest, model_digest, rolling
+    from rlctl.trainer.publisher import AsyncPublisher, Publisher, rolling
     from rlctl.trainer.update_progress import UpdateProgress
     from rlctl.trainer.update_result import UpdateResult
 
@@ -51,8 +52,8 @@ _HOMES = {
     "connect": "rlctl.sdk.blocking",
     "embedded": "rlctl.launch.embedded",
     "max_staleness": "rlctl.rollout.picking.admission",
-    "has_digest": "rlctl.trainer.publisher",
-    "model_digest": "rlctl.trainer.publisher",
+    "has_digest": "rlctl.trainer.model_digest",
+    "model_digest": "rlctl.trainer.model_digest",
     "publisher": "rlctl.sdk.blocking",
     "rolling": "rlctl.trainer.publisher",
 }

@@ -19,7 +19,8 @@ from rlctl.demo.task import EVERY, MAX_NEW_TOKENS, Problem, draw
 from rlctl.launch.fleet_controller import EngineSpec, LaunchedFleet
 from rlctl.rollout.rollout import Asking
 from rlctl.sdk.blocking import Fleet
-from rlctl.trainer.publisher import Publisher, model_digest
+from rlctl.trainer.model_digest import model_digest
+from rlctl.trainer.publisher import Publisher
 from rlctl.v1.common_pb2 import Evidence, VerificationLevel
 
 _ENGINE_SABOTAGE = {

@@ -9,5 +9,6 @@ Start with ``publisher.py`` (``AsyncPublisher.update``). ``lead.py`` (``Leading.
 0; ``member.py`` follows the update at the other ranks, over the streams of ``member_streams.py``. ``source_rank.py``
 sends the tensors of one trainer rank in an attempt. ``bucket_plan.py`` compares the tensors with the reference, and
 puts the buckets of all sources in one order (``in_one_order``). ``progress_reports.py`` calls the trainer's progress
-function. ``mismatch_report.py`` (``blame_ranks``) names the ranks with wrong parts after a failed verification.
+function. ``model_digest.py`` digests a trainer's weights for a comparison. ``mismatch_report.py`` (``blame_ranks``)
+names the ranks with wrong parts after a failed verification.
 """

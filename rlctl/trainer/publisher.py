@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlctl.contract.digests import is_digest, key_of
 from rlctl.contract.durations import duration, seconds
 from rlctl.contract.enums import number
 from rlctl.contract.errors import Reason
 from rlctl.contract.group_backends import BACKENDS
 from rlctl.runtime.event_loops import LoopThread
-from rlctl.trainer.bucket_plan import Offered, fit
 from rlctl.trainer.lead import RENEW_S, Leading
 from rlctl.trainer.member import follow
 from rlctl.trainer.member_streams import MISSED, Lead, Members, share
@@ -53,14 +51,12 @@ from rlctl.v1.update_pb2 import (
     RolloutStrategy,
     Trainer,
 )
-from rlctl.weights.checkpoint.checkpoint import open_checkpoint
 from rlctl.weights.formats import lora
 from rlctl.weights.group.network_interfaces import address_on, own_address
 from rlctl.weights.tensor.cuda_ordering import trainer_stream
-from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.keyed_digest import outpaces_sha256
-from rlctl.weights.tensor.source import Weights, WeightSource, as_offer, only, spares_of
-from rlctl.weights.tensor.tensors import TensorMeta, dtype_name
+from rlctl.weights.tensor.source import Weights, WeightSource
+from rlctl.weights.tensor.tensors import dtype_name
 
 if TYPE_CHECKING:
     from rlctl.client.admin import AsyncAdmin
@@ -504,38 +500,6 @@ def rolling(max_unavailable: int = 1) -> RolloutStrategy:
     return RolloutStrategy(max_unavailable=max_unavailable)
 
 
-def model_digest(weights: Weights, *, checkpoint: str = "", like: str = "") -> str:
-    """Return the model digest of full tensors under their checkpoint names, as reported by a fleet with these weights.
-
-    ``checkpoint``: directory of the rollout checkpoint, for names and dtypes of the tensors in the fleet. Without
-    ``checkpoint``, a module's tensors have the names of ``save_pretrained``, and all tensors keep the given dtypes.
-    ``like``: a digest with the function and key to use; "" is SHA-256. Raises UNSUPPORTED as an update does, and with
-    ``checkpoint`` also FIELD_INVALID and WEIGHTS_INCOMPLETE.
-    """
-    if like and not is_digest(like):
-        raise Reason.FIELD_INVALID.error("like is not a digest (HEX or HEX@KEY)", field="like")
-    source, digest = as_offer(weights), ModelDigest(key_of(like))
-    reference: list[TensorMeta] = []
-    if checkpoint:
-        with contextlib.closing(open_checkpoint(checkpoint, field="checkpoint")) as opened:
-            reference = list(opened.metas.values())
-    offered = Offered(source.metas(), [], "", spares=spares_of(source))
-    (wire,) = fit(checkpoint or "the model", [offered], reference, partial=False)
-    dtypes = {meta.name: meta.dtype for meta in wire.metas}
-    for name, tensor in only(source, dtypes).tensors():
-        digest.add(name, tensor, dtypes[name])
-    return digest.digest()
-
-
-def has_digest(weights: Weights, digest: str, *, checkpoint: str = "") -> bool:
-    """Return whether weights have a model digest, such as ``UpdateResult.model_digest`` or that of a rank.
-
-    The digest is computed by :func:`model_digest` with the function and key of ``digest``. Raises as
-    :func:`model_digest`.
-    """
-    return bool(digest) and model_digest(weights, checkpoint=checkpoint, like=digest) == digest
-
-
 def _in_the_end(state: UpdateState, deadline_s: float) -> Operation:
     """Return the operation of an update past the deadline if the version is served. Raises DEADLINE_EXCEEDED."""
     if state.ended_operation is not None and state.ended_operation.weight_version.sequence:
@@ -609,7 +573,5 @@ __all__ = [
     "Pending",
     "Publisher",
     "UpdateResult",
-    "has_digest",
-    "model_digest",
     "rolling",
 ]
