@@ -92,8 +92,11 @@ def test_the_groups_of_one_update_serve_the_next(fleet: Fleet, publisher: Publis
 
 def test_what_one_update_had_time_for_limits_no_later_one_over_its_groups(fleet: Fleet, tiny: tuple[Any, Path]) -> None:
     with fleet.publisher("actor", trainer="test") as publisher:
-        publisher.update(changed(tiny[0], seed=30), version="quick", deadline_s=4)
-        slow = Halfway(changed(tiny[0], seed=31), lambda: time.sleep(4.5))  # longer than that one had
+        started = time.monotonic()
+        publisher.update(changed(tiny[0], seed=29), version="timed")
+        limit_s = max(2.0, 10 * (time.monotonic() - started))  # a busy machine needs more
+        publisher.update(changed(tiny[0], seed=30), version="quick", deadline_s=limit_s)
+        slow = Halfway(changed(tiny[0], seed=31), lambda: time.sleep(limit_s + 0.5))  # longer than that one had
         result = publisher.update(slow, version="slow")
     assert digests(fleet) == {result.model_digest}
 
