@@ -2,5 +2,5 @@
 
 Imports: rlctl_sglang.server, rlctl_servers, rlctl.engine, rlctl.contract, rlctl.weights.
 
-Start with ``engine.py`` (``DiffusionEngine``) and ``modules.py`` (``Pipelines``).
+Start with ``engine.py`` (``DiffusionEngine``), ``server.py`` (``Server``) and ``modules.py`` (``Pipelines``).
 """

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NoReturn
 from rlctl_servers import options as options_
 from rlctl_servers.server import server
 from rlctl_servers.server.admin_calls import Control, time_left, touched
-from rlctl_servers.server.http import Answer, Http
+from rlctl_servers.server.http import Http
 from rlctl_servers.server.server_info import check_tags, server_info, without_code, without_levels
 from rlctl_servers.server.state import update_open
 from rlctl_servers.updates.open_update import opened
@@ -49,9 +49,18 @@ from rlctl.weights.shards.load_hooks import refuse_draft
 from rlctl.weights.tensor.digest import combine
 from rlctl.weights.tensor.tensors import TensorMeta, dtype_name, to_proto
 from rlctl_sglang.diffusion.modules import Pipelines, Sums
+from rlctl_sglang.diffusion.server import (
+    CHECKER,
+    CHECKSUM,
+    PRODUCT,
+    Server,
+    checksums_of,
+    refuse_kind,
+    refuse_release,
+    stats_of,
+)
 from rlctl_sglang.server.server import DIFFUSION
 
-PRODUCT = "SGLang-Diffusion"
 IDLE_S = 2.0
 """Seconds for a question to an idle scheduler. A server that takes longer is at work."""
 
@@ -59,17 +68,12 @@ START_S = 900.0
 _OPTIONS = ("url", "api_key_file", "allowed_roots", "reload")
 _PAUSES = (PAUSE_MODE_RETRACT, PAUSE_MODE_DRAIN)
 _TIERS = ("conditioning", "teacache")
-_CHECKSUM = "/get_weights_checksum"
-_CHECKER = "/update_weights_from_tensor_checker"
 _ROUTES: Mapping[str, Sequence[str]] = {
-    "UpdateWeightsFromDisk": ("/update_weights_from_disk", _CHECKSUM),
-    "CheckWeights": (_CHECKSUM,),
+    "UpdateWeightsFromDisk": ("/update_weights_from_disk", CHECKSUM),
+    "CheckWeights": (CHECKSUM,),
     "ReleaseMemory": ("/release_memory_occupation", "/resume_memory_occupation"),
     "ResumeMemory": ("/resume_memory_occupation",),
 }
-_NEEDED = ("/server_info", "/models", "/stats", _CHECKSUM, _CHECKER)
-"""Routes without which a server cannot be attached to."""
-
 _WHY = {
     "UpdateWeightsFromTensor": "it takes tensors as pickles only, which nobody could check",
     "LoadAdapter": "its adapters are merged into the weights, which nothing could then be compared with",
@@ -97,28 +101,6 @@ class _Open:
     kind: verbs_pb2.UpdateKind.ValueType
     written: set[str] = field(default_factory=set)
     report: verbs_pb2.WeightsReport = field(default_factory=verbs_pb2.WeightsReport)
-
-
-class Server(server.Server):
-    """A server that rlctl has not started."""
-
-    probe: ClassVar[str] = "/health"
-
-    async def refuse_unready(self) -> None:
-        """Raise if the server cannot be attached to."""
-        info = await self.http.call("/model_info", timeout_s=server.PROBE_S)
-        if not info.ok or not isinstance(info.body, dict) or info.body.get("model_type") != DIFFUSION:
-            raise Reason.FIELD_INVALID.error(f"the server at {self.http.url} is no {PRODUCT}", field="options.url")
-        answer = await self.http.call(self.probe, timeout_s=server.PROBE_S)
-        if not answer.ok:
-            raise Reason.ILLEGAL_STATE.error(
-                f"{PRODUCT} at {self.http.url} is not ready: {answer.message}", field="options.url"
-            )
-
-    def refuse_ill(self, answer: Answer) -> None:
-        """Raise UNREACHABLE for an ill server. The front still answers after the end of the working process."""
-        if not answer.ok:
-            raise Reason.UNREACHABLE.error(f"{PRODUCT} at {self.http.url}: {answer.message}")
 
 
 class DiffusionEngine(Engine):
@@ -173,10 +155,11 @@ class DiffusionEngine(Engine):
         routes = set((await self._control.ask("/openapi.json", call=call)).get("paths", ()))
         info = await self._control.ask("/server_info", call=call) if "/server_info" in routes else {}
         version = f"{PRODUCT} {info.get('version', '')}".strip()
-        self._refuse_release(version, routes)
+        refuse_release(version, routes)
         self._told = {**info, **await self._control.ask("/models", call=call)}
         self._told |= await self._control.ask("/model_info", call=call)
-        self._refuse_kind(await self._stats(call), version)
+        stats = await stats_of(self._control, call)
+        refuse_kind(self._told, stats, self._config.model_path, self._server.http.url, version)
         self._unsupported = {name: f"{PRODUCT} has no such thing" for name in VERBS if name not in set(self.verbs())}
         self._unsupported |= {name: reason for name, reason in _WHY.items() if name in self._unsupported}
         self._unsupported |= without_code(version, _ROUTES, routes)
@@ -210,49 +193,17 @@ class DiffusionEngine(Engine):
             self._failure = error
             self._on_failure(error)
 
-    def _refuse_release(self, version: str, routes: Collection[str]) -> None:
-        """Raise UNSUPPORTED for a release without the routes of an attach. ``version``: product and version."""
-        for cause in without_code(version, {"attach": _NEEDED}, routes).values():
-            raise Reason.UNSUPPORTED.error(cause, field="options.url", next_step=f"Attach to {PRODUCT} 0.5.23.")
-
-    def _refuse_kind(self, stats: Mapping[str, Any], version: str) -> None:
-        """Raise for a different checkpoint, several GPUs, a role, or a pipeline that splits requests.
-
-        ``version``: product and version.
-        """
-        loaded = str(self._told.get("model_path", ""))
-        if os.path.realpath(loaded) != os.path.realpath(self._config.model_path):
-            raise Reason.CHECKPOINT_MISMATCH.error(
-                f"the server was started with {loaded}, not {self._config.model_path}", field="model_path"
-            )
-        role = stats.get("role")
-        for fact, value in (("num_gpus at /models", self._told.get("num_gpus")), ("disagg.role at /stats", role)):
-            if value is None:
-                raise Reason.UNSUPPORTED.error(f"{version} does not report {fact}", field="options.url")
-        if self._told.get("num_gpus") != 1 or role != "monolithic":
-            raise Reason.UNSUPPORTED.error(
-                f"the server at {self._server.http.url} has {self._told.get('num_gpus')} GPUs and role {role}: the "
-                "answer of its first rank proves nothing about the others",
-                field="options.url",
-                next_step="Attach to servers of one GPU each.",
-            )
-        if "Pi05" in "".join(self._told.get("architectures") or ()):
-            raise Reason.UNSUPPORTED.error(
-                "its scheduler cuts requests of this pipeline into parts, and an update could come between them",
-                field="options.url",
-            )
-
     async def _look_into(self, call: Call) -> None:
         """Find the modules that equal their files. Raises CHECKPOINT_MISMATCH for a changed module."""
         path, names = self._config.model_path, list(self._pipelines.reference)
         sums = await asyncio.to_thread(self._sums, path, "", names, _until(call))
-        self._live = await self._checksums(call)
+        self._live = await checksums_of(self._control, call)
         changed = [name for name in names if await self._changed(name, sums[name], call)]
         if changed and self._reload:
             await self._control.must(
                 "/update_weights_from_disk", {"model_path": path, "target_modules": changed}, call=call
             )
-            self._live = await self._checksums(call)
+            self._live = await checksums_of(self._control, call)
             changed = [name for name in changed if self._live[name] != sums[name].live]
         if changed:
             raise Reason.CHECKPOINT_MISMATCH.error(
@@ -277,7 +228,7 @@ class DiffusionEngine(Engine):
             return False
         names = dict.fromkeys(self._pipelines.reference[module], "0" * 64)  # the digest of nothing
         body = {"target_module": module, "expected_named_tensors_sha256": names}
-        answer = await self._control.tell(_CHECKER, body, call=call)
+        answer = await self._control.tell(CHECKER, body, call=call)
         return "failed: missing " not in answer.message
 
     def _capabilities(self) -> fleet_pb2.Capabilities:
@@ -322,7 +273,7 @@ class DiffusionEngine(Engine):
                 outcome=OUTCOME_SKIPPED,
             )
         call.accept()
-        await self._stats(call)
+        await stats_of(self._control, call)
 
     async def continue_generation(self, request: verbs_pb2.ContinueGenerationRequest, call: Call) -> None:
         """Confirm: a pause stops only the routing, at the stage."""
@@ -391,7 +342,7 @@ class DiffusionEngine(Engine):
             raise Reason.MEMORY_RELEASED.error("the weights are released and cannot be written")
         call.accept()
         try:
-            await self._stats(Call("idle", min(call.deadline, asyncio.get_running_loop().time() + IDLE_S)))
+            await stats_of(self._control, Call("idle", min(call.deadline, asyncio.get_running_loop().time() + IDLE_S)))
         except RlctlError as error:
             if error.reason is not Reason.DEADLINE_EXCEEDED:
                 raise
@@ -452,7 +403,7 @@ class DiffusionEngine(Engine):
         except RlctlError as error:
             raise touched(error) from error
         try:
-            live = await self._checksums(call)
+            live = await checksums_of(self._control, call)
         except RlctlError as error:
             error.outcome = OUTCOME_DIRTY
             raise
@@ -525,7 +476,7 @@ class DiffusionEngine(Engine):
                 raise Reason.UNSUPPORTED.error(f"{PRODUCT} digests modules, whole", field=name)
         call.accept()
         async with self._comparing:
-            live = await self._checksums(call)
+            live = await checksums_of(self._control, call)
             self._refuse_other(live, self._live, "")
             digest = self._digest(self._held)
         if request.expected_digest and digest != request.expected_digest:
@@ -618,23 +569,6 @@ class DiffusionEngine(Engine):
             self._pipelines.refuse_other(path, name, until)
         with self._pipelines.opened(path, load_format, names) as checkpoints:
             return {name: self._pipelines.sums(name, checkpoints[name], until) for name in names}
-
-    async def _stats(self, call: Call) -> Mapping[str, Any]:
-        """Return the scheduler's statistics, after the end of all earlier work.
-
-        Raises as :meth:`Control.ask`, and ENGINE_FAILED if the front answers alone, with success.
-        """
-        stats = (await self._control.ask("/stats", call=call)).get("disagg") or {}
-        if "error" in stats:
-            raise Reason.ENGINE_FAILED.error(f"{PRODUCT}: {stats['error']}")
-        return dict(stats)
-
-    async def _checksums(self, call: Call) -> dict[str, str]:
-        """Return the server's checksums of all modules. Raises as :meth:`Control.ask`, and ANSWER_INVALID."""
-        checksums = await self._control.ask(_CHECKSUM, {}, call=call)
-        if not isinstance(checksums, dict) or not all(isinstance(checksum, str) for checksum in checksums.values()):
-            raise Reason.ANSWER_INVALID.error(f"{PRODUCT} answered {_CHECKSUM} with {type(checksums).__name__}")
-        return checksums
 
 
 def _until(call: Call) -> float:
