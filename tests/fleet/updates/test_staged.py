@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from updating import abort, begin, commit, digest, join, refusal, version_of, weights, write
+from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
@@ -140,6 +141,33 @@ async def test_what_runs_is_treated_as_the_pause_says(three: InProcessFleet) -> 
     assert (await commit(three, plan)).state == OPERATION_STATE_OK
     assert (await anext(running)).samples[0].output_ids
     await running.aclose()
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+async def test_an_abort_at_a_stage_that_loses_a_rank_is_unknown(three: InProcessFleet, swaps: bool) -> None:
+    """All ranks carry out the abort, and a rank is lost before the last answer. Rank 0 may have swapped before."""
+    follower = three.workers["b", 1]
+    lost: list[asyncio.Task[None]] = []
+
+    async def lose_rank_1() -> None:
+        await eventually(lambda: not follower._follower._engine._update)
+        await asyncio.sleep(0.1)  # its answer arrives
+        await follower.stop()
+
+    async def lose(engine: FakeEngine, *_: object) -> None:
+        engine._delay = 1.0
+        lost.append(asyncio.create_task(lose_rank_1()))
+
+    fail = failing(Reason.ENGINE_FAILED.error("no memory", outcome=OUTCOME_REJECTED))
+    plan = await stage_weights(three, "w1")
+    with hooked(three, "b", "abort_update", lose), hooked(three, "b", "commit_update", fail, rank=1):
+        del three.workers["b", 1]
+        operation = await commit(three, plan) if swaps else await abort(three, plan)
+        await asyncio.gather(*lost)
+    assert lost
+    failed = next(result for result in operation.stage_results if result.slot == "b")
+    assert failed.state == common.STAGE_STATE_FAILED
+    assert failed.outcome == OUTCOME_UNKNOWN, "a stage without a rank shows nothing of its weights"
 
 
 @pytest.mark.parametrize("method", ["prepare_update", "update_weights_from_distributed", "seal_update"])
