@@ -31,6 +31,7 @@ from rlctl.v1.verbs_pb2 import TensorDigest, TensorSegment
 from rlctl.weights.group.process_group import LONGEST_S, WeightGroup, join
 from rlctl.weights.group.sender import SentInPassing
 from rlctl.weights.group.vllm_nccl import join_vllm
+from rlctl.weights.ordered_thread import OrderedThread
 from rlctl.weights.shards.mismatch import digest_parts
 from rlctl.weights.shared_memory.posix import free_bytes
 from rlctl.weights.shared_memory.sender import SegmentSender, SentSegment
@@ -322,12 +323,12 @@ class Part:
             on_all_read=on_all_read,
         )
         deliveries: list[concurrent.futures.Future[None]] = []
+        shipper = OrderedThread("ship")
         try:
-            with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ship") as shipper:
-                sizes = []
-                for segment in written:
-                    deliveries.append(shipper.submit(_deliver, segment, ship, segments, count))
-                    sizes.append(segment.nbytes)
+            sizes = []
+            for segment in written:
+                deliveries.append(shipper.submit(partial(_deliver, segment, ship, segments, count)))
+                sizes.append(segment.nbytes)
             for delivery in deliveries:
                 delivery.result()
             return sum(sizes)
@@ -339,6 +340,8 @@ class Part:
             for delivery in deliveries:
                 delivery.result()  # raises the cause if the segments were closed for a failure
             raise
+        finally:
+            shipper.shutdown()
 
     def _on(self, device: torch.device) -> SegmentSender:
         """Return the segments of a device; replaces segments of a different device."""

@@ -19,6 +19,9 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 
 from rlctl.weights.group.process_group import join
+from rlctl.weights.group.sender import send
+from rlctl.weights.tensor.buckets import plan
+from rlctl.weights.tensor.source import as_source
 
 VALUES = [0.0, 1.0, 2.0, 3.0, 4.0]
 MUCH = 1 << 26
@@ -91,6 +94,13 @@ def main(role: str, port: int, name: str) -> None:
         client = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
         while not any(f"{name}/" in key for key in client.list_keys()):
             time.sleep(0.01)
+    elif role == "exits-while-sending":
+        sender = join(("127.0.0.1", port), name=name, rank=0, world_size=2, timeout_s=20, broadcast_timeout_s=600)
+        source = as_source([("much", torch.zeros(MUCH))])
+        sending = threading.Thread(target=send, args=(source, plan(source.metas()), sender), daemon=True)
+        sending.start()
+        while not sender.under_way:
+            sending.join(0.01)
     else:
         member = join(("127.0.0.1", port), name=name, rank=1, world_size=2, timeout_s=20, broadcast_timeout_s=600)
         if role == "forks":

@@ -211,3 +211,12 @@ def test_a_process_ends_while_it_receives(store: GroupStore, start: Start) -> No
     # Its second broadcast would wait for ten minutes.
     assert process.wait(20) == 0
     group.close()
+
+
+def test_a_process_ends_while_it_sends(store: GroupStore, start: Start) -> None:
+    """Python waits at its end for the threads of executors, before anything could leave the group."""
+    process = start("exits-while-sending", store.port)
+    group = join(store, name="group", rank=1, world_size=2, timeout_s=30)
+    # The receiver does not come to the broadcast, which would wait for ten minutes.
+    assert process.wait(20) == 0
+    group.close()

@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from rlctl.contract.errors import RlctlError
 from rlctl.v1 import common_pb2
 from rlctl.weights.group.process_group import WeightGroup
+from rlctl.weights.ordered_thread import OrderedThread
 from rlctl.weights.tensor.buckets import Bucket, put, room_for, unpack
 from rlctl.weights.tensor.digest import ModelDigest
 from rlctl.weights.tensor.source import WeightSource, check_given, is_stable, refuse_lacking, unannounced, unfit
@@ -146,13 +148,13 @@ class _Sending:
 
     def __enter__(self) -> _Sending:
         # Both release the GIL. A single thread broadcasts, so that the order holds.
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
+        self._sender = OrderedThread("send")
         key = self._digest.key if self._digest is not None else b""
         self._digesters = ThreadPoolExecutor(digesting_threads(key), "digest")
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._sender.shutdown(cancel_futures=True)
+        self._sender.shutdown()
         self._digesters.shutdown(cancel_futures=True)
         if self.sent and isinstance(error, RlctlError):
             error.outcome = common_pb2.OUTCOME_DIRTY
@@ -202,7 +204,7 @@ class _Sending:
     def _start(
         self, data: torch.Tensor, tensors: list[tuple[str, torch.Tensor]], buffer: torch.Tensor | None = None
     ) -> None:
-        jobs = [self._sender.submit(self._broadcast, data)]
+        jobs = [self._sender.submit(partial(self._broadcast, data))]
         if self._digest is not None:
             jobs += [self._digesters.submit(self._take_in, self._digest, *entry) for entry in tensors]
         self._on_their_way.append(_OnItsWay(jobs, buffer))
