@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from rlctl_servers.server import server
@@ -137,5 +138,24 @@ def test_a_claim_that_cannot_be_taken_refuses_nobody(tmp_path: Path, caplog: pyt
 async def test_a_server_is_gone_once_nothing_listens_at_its_addresses(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         attached = Ready(None, Http("vLLM", f"http://{name}:{listener.getsockname()[1]}"), lambda _: None)
+        assert not await attached.is_gone()
+    assert await attached.is_gone()
+
+
+@pytest.mark.parametrize("listens", ["127.0.0.1", "127.0.0.2"])
+async def test_a_server_is_gone_once_nothing_listens_at_any_of_its_addresses(
+    listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name like localhost may have two addresses, and a server listens at one of them."""
+    loop = asyncio.get_running_loop()
+    resolve = loop.getaddrinfo
+
+    async def resolved(host: str, port: int, **hints: Any) -> list[Any]:
+        hosts = ["127.0.0.1", "127.0.0.2"] if host == "two.example" else [host]
+        return [entry for each in hosts for entry in await resolve(each, port, **hints)]
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolved)
+    with socket.create_server((listens, 0)) as listener:
+        attached = Ready(None, Http("vLLM", f"http://two.example:{listener.getsockname()[1]}"), lambda _: None)
         assert not await attached.is_gone()
     assert await attached.is_gone()
