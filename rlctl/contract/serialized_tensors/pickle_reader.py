@@ -133,62 +133,50 @@ class PickleReader:
                 raise self.invalid(f"the pickle is malformed: {type(error).__name__}") from None
             yield opcode.name, argument
 
-    # Opcodes.
+    # Opcodes; ``_OPCODES`` has the method of each.
 
     def proto(self, version: int) -> None:
-        """PROTO."""
         if self._version >= 0 or version not in _PROTOCOLS:
             raise self.invalid(f"the pickle has protocol {version} at a wrong place, or an unknown one")
         self._version = version
 
     def stop(self, _: None) -> None:
-        """STOP."""
         self._stopped = True
 
     def frame(self, size: int) -> None:
-        """FRAME."""
         if size > self._size:
             raise self.invalid("the pickle has a frame that is longer than itself")
 
     def push(self, value: Any) -> None:
-        """Push a constant."""
         self._stack.append(value)
 
     def push_long(self, value: int) -> None:
-        """LONG1."""
         if value.bit_length() > 8 * _MOST_LONG_BYTES:
             raise self.invalid("the pickle has a number of more than 16 bytes")
         self._stack.append(value)
 
     def mark(self, _: None) -> None:
-        """MARK."""
         if len(self._marks) >= _MOST_MARKS:
             raise self.invalid(f"the pickle nests deeper than {_MOST_MARKS} levels")
         self._marks.append(len(self._stack))
 
     def make_tuple(self, _: None) -> None:
-        """TUPLE."""
         self._stack.append(tuple(self._since_mark()))
 
     def append(self, _: None) -> None:
-        """APPEND."""
         self._extend([self._pop()])
 
     def appends(self, _: None) -> None:
-        """APPENDS."""
         self._extend(self._since_mark())
 
     def set_item(self, _: None) -> None:
-        """SETITEM."""
         value, key = self._pop(), self._pop()
         self._update([key, value])
 
     def set_items(self, _: None) -> None:
-        """SETITEMS."""
         self._update(self._since_mark())
 
     def memoize(self, _: None) -> None:
-        """MEMOIZE."""
         self._memo.append(self._top())
 
     def put(self, number: int) -> None:
@@ -198,18 +186,15 @@ class PickleReader:
         self._memo.append(self._top())
 
     def get(self, number: int) -> None:
-        """BINGET, LONG_BINGET."""
         if number >= len(self._memo):
             raise self.invalid(f"the pickle reads value {number} before it is stored")
         self._stack.append(self._memo[number])
 
     def named(self, text: str) -> None:
-        """GLOBAL."""
         module, _, name = text.partition(" ")
         self._name(module, name)
 
     def stack_named(self, _: None) -> None:
-        """STACK_GLOBAL."""
         name, module = self._pop(), self._pop()
         if type(module) is not str or type(name) is not str:
             raise self.invalid("the pickle has a name that is no text")
@@ -227,7 +212,6 @@ class PickleReader:
             raise self.invalid(f"{name}: {error}") from None
 
     def new_object(self, _: None) -> None:
-        """NEWOBJ."""
         arguments, name = self._pop(), self._pop()
         if not isinstance(name, Name) or name not in self._names.classes or arguments != ():
             raise self.invalid("the pickle makes an object of a class that is not read")
@@ -243,7 +227,6 @@ class PickleReader:
     # Parts.
 
     def fixed_tuple(self, size: int) -> None:
-        """TUPLE1, TUPLE2, TUPLE3."""
         values = [self._pop() for _ in range(size)]
         self._stack.append(tuple(reversed(values)))
 

@@ -120,7 +120,6 @@ class Process:
         return last_line(self.log, self._log_from)
 
     def log_lines(self) -> list[str]:
-        """Return the last lines of the log."""
         return last_lines(self.log, self._log_from)
 
     def failure(self) -> RlctlError:

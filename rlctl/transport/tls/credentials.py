@@ -55,7 +55,6 @@ class Tls:
         return server_name(self.identity.fleet, role)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for a new channel."""
         material = self.material
         return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
 
