@@ -450,7 +450,7 @@ def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
     stage = Stage(state=STAGE_STATE_FAILED, not_routable=f"FAILED: {why}", enabled=True)
     stage.quarantine.CopyFrom(Reason.RANK_LOST.error("rank 0: no memory").detail())
     stage.engine_failure.MergeFrom(EngineFailure(reason="no memory", failures=8, log=["loading", "Killed"]))
-    stage.engine_failure.retry_time.GetCurrentTime()
+    stage.engine_failure.retry_time.FromSeconds(int(time.time()) + 60)
     assert why_not(stage) == why
     about, log, *_ = stage_view(stage).tables(False)
     shown = {line[0].rstrip(":"): line[1] for line in about.rows}
@@ -458,6 +458,9 @@ def test_what_has_become_of_an_engine_is_shown_with_its_last_lines() -> None:
     assert shown["Starts again"] == values.moment(stage.engine_failure.retry_time)
     assert log.rows == [("loading",), ("Killed",)]
     assert shown["Serving lease"] == "no"
+    stage.engine_failure.retry_time.FromSeconds(int(time.time()) - 60)
+    shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}
+    assert shown["Starts again"] == f"starting since {values.moment(stage.engine_failure.retry_time)}"
     stage.engine_failure.given_up = True
     stage.report.ranks.add(alive=True)
     shown = {line[0].rstrip(":"): line[1] for line in stage_view(stage).tables(False)[0].rows}

@@ -253,7 +253,10 @@ def _starts_again(stage: Stage) -> str:
         return ""
     if failure.given_up:
         return f"no, the engine has failed too often; `rlctl restart {_slot(stage)}` starts it"
-    return values.moment(failure.retry_time) or "starting now, or not restarted"
+    moment = values.moment(failure.retry_time)
+    if moment and failure.retry_time.ToNanoseconds() / 1e9 <= time.time():
+        return f"starting since {moment}"
+    return moment or "starting now, or not restarted"
 
 
 def _ranks(stage: Stage) -> Table:
