@@ -19,7 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.contract.outcomes import acknowledged, taken_back
-from rlctl.coordinator.fleet.roster import Roster
+from rlctl.coordinator.fleet.roster import ABSENT, Roster
 from rlctl.coordinator.fleet.slot import Slot
 from rlctl.coordinator.fleet.versions import POSSIBLY_DONE
 from rlctl.coordinator.operations.context import Context
@@ -57,21 +57,24 @@ class Pausing:
         target, operation_id, adapter = request.header.target, run.operation.operation_id, request.adapter
         generating = {slot.name for slot in targets if _generates(slot, adapter)}
         unpaused = [slot for slot in targets if not _is_kept(slot, adapter)]  # the other targets stay paused
+        record = PauseRecord(
+            target=target,
+            pause=Pause(
+                operation_id=operation_id,
+                mode=request.mode or PAUSE_MODE_ABORT,
+                since=run.operation.create_time,
+                by=request.by,
+                reason=request.reason,
+                until=_end(run.operation.create_time, request),
+                adapter=adapter,
+            ),
+        )
         with self._in_hand(targets, adapter), _undecided(unpaused, [operation_id]):
-            await self._roster.pauses.begin(
-                PauseRecord(
-                    target=target,
-                    pause=Pause(
-                        operation_id=operation_id,
-                        mode=request.mode or PAUSE_MODE_ABORT,
-                        since=run.operation.create_time,
-                        by=request.by,
-                        reason=request.reason,
-                        until=_end(run.operation.create_time, request),
-                        adapter=adapter,
-                    ),
-                )
-            )
+            try:
+                await self._roster.pauses.begin(record)
+            except RlctlError:
+                _not_paused_later(run)
+                raise
             # Lenient: a paused stage must continue again, even if a full disk prevents the record.
             results = await self._fanout.step(request, targets, run, deadline, lenient=True)
             missing = next((result.slot for result in results if not acknowledged(result, update=False)), "")
@@ -85,6 +88,7 @@ class Pausing:
                         run.add(taken_back(result, "a ContinueGeneration ended the pause while it ran"))
                 return
             await self._roster.pauses.take_back(operation_id)
+            _not_paused_later(run)
             paused = {result.slot for result in results if result.outcome == OUTCOME_APPLIED} & generating
             again = [slot for slot in targets if slot.name in paused and not _is_kept(slot, adapter)]
             await self._go_on_again(adapter, again, run, missing or absent)
@@ -205,6 +209,13 @@ def _generates(slot: Slot, adapter: str) -> bool:
 def _is_kept(slot: Slot, adapter: str) -> bool:
     """Whether a pause by name of an adapter, or of all requests, is in force for a stage."""
     return adapter in slot.adapter_pauses if adapter else slot.pause is not None
+
+
+def _not_paused_later(run: Run) -> None:
+    """Correct the absent stages of a pause that is not on record."""
+    for stage in run.operation.excluded:
+        if stage.reason == PAUSED_LATER:
+            stage.reason = ABSENT
 
 
 def _end(since: Timestamp, request: PauseGenerationRequest) -> Timestamp | None:

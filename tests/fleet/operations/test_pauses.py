@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from fleet_steps import cut_off, kill, load, on_record, restart_coordinator
 from google.protobuf.timestamp_pb2 import Timestamp
+from journal_faults import full_disk
 from updating import begin, commit, digest, fault, from_disk, join, refusal, restart, write
 from waiting import eventually
 
 from rlctl.contract.durations import duration
 from rlctl.contract.errors import Reason, RlctlError
+from rlctl.coordinator.fleet.roster import ABSENT
 from rlctl.coordinator.pauses import pause as pausing
 from rlctl.coordinator.pauses import pause_expiry as lifting
 from rlctl.engine import Call, EngineConfig, EngineInfo
@@ -216,6 +218,29 @@ async def test_a_pause_that_a_target_refuses_is_kept_by_nobody(fleet: InProcessF
     fake_engine.FAULTS.clear()
     await fleet.start_stage(await kill(fleet, "b"))
     await fleet.until(lambda _: fleet.stage("b").routable)
+
+
+@pytest.mark.parametrize("failure", ["a target refuses", "the disk is full"])
+async def test_a_failed_pause_does_not_say_that_an_absent_stage_is_paused_later(
+    fleet: InProcessFleet, failure: str
+) -> None:
+    spec = await kill(fleet, "a")
+
+    async def refuse(engine: FakeEngine, name: str, call: Call) -> None:
+        if name == "pause_generation":
+            raise Reason.ENGINE_FAILED.error("no pause")
+
+    if failure == "the disk is full":
+        async with full_disk(fleet, "pause"):
+            operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+    else:
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = refuse
+        operation = await fleet.stub.PauseGeneration(v.PauseGenerationRequest())
+        fake_engine.FAULTS.clear()
+    assert operation.state == OPERATION_STATE_FAILED
+    assert [(each.slot, each.reason) for each in operation.excluded] == [("a", ABSENT)]
+    await fleet.start_stage(spec)
+    await fleet.until(lambda _: fleet.stage("a").routable)
 
 
 async def test_a_pause_outlives_the_coordinator(fleet: InProcessFleet, served: set[str]) -> None:
