@@ -37,6 +37,15 @@ def at_the_checkpoint(driver: Driver, tiny: tuple[Any, Path]) -> None:
     driver.tell(v.ContinueGenerationRequest())
 
 
+def keys(driver: Driver, directory: Path) -> dict[str, str]:
+    """The options with which another stage server reaches the server; ``directory``: for files of its keys."""
+    options = {}
+    for name, admin in (("api", False), ("admin", True)):
+        (directory / name).write_text(driver.engine._server.http._keys[admin])
+        options[f"{name}_key_file"] = str(directory / name)
+    return options
+
+
 LORA = {
     "enable_lora": "true",
     "lora_backend": "torch_native",

@@ -1,4 +1,4 @@
-"""Adapters at a real SGLang of two ranks that was running before its stage server, and outlives it."""
+"""A real SGLang of two ranks that was running before its stage server, and outlives it: adapters, then every path."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import path_suite
 import pytest
 from loras import lora, save
 from rlctl_sglang.engine import SGLangEngine
 from server_stage import Driver
-from sglang_server import LORA
+from sglang_server import LORA, keys
 
+import rlctl
 from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import Call
 from rlctl.v1 import verbs_pb2 as v
@@ -39,11 +41,7 @@ def lent(sglang: str, tiny: tuple[Any, Path], sabotaged: dict[str, str]) -> Iter
 @pytest.fixture
 def options(lent: Driver, tmp_path: Path) -> dict[str, str]:
     """The options that attach to the server."""
-    http = lent.engine._server.http
-    for name, admin in (("api", False), ("admin", True)):
-        (tmp_path / name).write_text(http._keys[admin])
-    keys = {"api_key_file": str(tmp_path / "api"), "admin_key_file": str(tmp_path / "admin")}
-    return {"url": http.url, "allowed_roots": str(tmp_path), **keys}
+    return {"url": lent.engine._server.http.url, "allowed_roots": str(tmp_path), **keys(lent, tmp_path)}
 
 
 def attached(lent: Driver, options: dict[str, str]) -> Driver:
@@ -185,3 +183,18 @@ def test_an_adapter_that_a_rank_finds_otherwise_on_its_host_is_refused(
         assert [adapter.name for adapter in stage.tell(v.ListAdaptersRequest()).adapters] == ["math"]
     finally:
         stage.stop()
+
+
+@pytest.fixture(scope="module")
+def served(
+    lent: Driver, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[path_suite.Served]:
+    """A stage server that stays attached: its tests come last."""
+    options = keys(lent, tmp_path_factory.mktemp("keys")) | {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    with rlctl.embedded([lent.engine._server.http.url], options=options) as fleet:
+        yield path_suite.Served(fleet, tiny[0], ranks=2)
+
+
+model = path_suite.model
+test_an_update_is_verified_by_every_rank = path_suite.test_an_update_is_verified_at_level_expected_by_every_rank
+test_a_staged_update_reaches_every_rank = path_suite.test_a_staged_update_reaches_every_rank_while_a_request_runs

@@ -1,4 +1,7 @@
-"""Real SGLang servers of one rank and of two, launched and attached to: updates by every path."""
+"""Real SGLang servers of one rank and of two, launched and attached to: updates by every path.
+
+The attached server of two ranks is that of test_sglang_left_adapters.py.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_sglang import own_sglang
 from path_suite import *  # noqa: F403
 from path_suite import Served
+from server_stage import Driver
+from sglang_server import at_the_checkpoint, keys
 
 import rlctl
 from rlctl.sdk.blocking import Fleet
@@ -17,9 +21,7 @@ from rlctl.sdk.blocking import Fleet
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(
-    scope="module", params=["launched, 1 rank", "launched, 2 ranks", "attached, 1 rank", "attached, 2 ranks"]
-)
+@pytest.fixture(scope="module", params=["launched, 1 rank", "launched, 2 ranks", "attached, 1 rank"])
 def served(
     request: pytest.FixtureRequest, sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -29,9 +31,9 @@ def served(
         fleet: Fleet = request.getfixturevalue("fleet" if ranks == 1 else "pair")
         yield Served(fleet, tiny[0], ranks)
         return
-    roots = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
-    with (
-        own_sglang(tiny[1], tmp_path_factory.mktemp("keys"), ranks) as (url, keys),
-        rlctl.embedded([url], options=keys | roots) as fleet,
-    ):
+    lent: Driver = request.getfixturevalue("one")
+    at_the_checkpoint(lent, tiny)
+    options = keys(lent, tmp_path_factory.mktemp("keys")) | {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    with rlctl.embedded([lent.engine._server.http.url], options=options) as fleet:
         yield Served(fleet, tiny[0], ranks)
+    at_the_checkpoint(lent, tiny)
