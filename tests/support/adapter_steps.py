@@ -221,9 +221,10 @@ def pause_one_alone(fleet: Fleet, model: Any, directory: Path, slot: str, *, kil
 
 def _ended_by(fleet: Fleet, mode: str) -> int:
     """Return how a running request with the adapter "held" ends at its pause; an earlier end repeats the request."""
+    count = 160 if mode == "drain" else 480  # a drain waits for the end
     for _ in range(20):
         stream = fleet.generate_stream(
-            encode(PROMPT), adapter="held", max_new_tokens=480, temperature=0.0, ignore_eos=True
+            encode(PROMPT), adapter="held", max_new_tokens=count, temperature=0.0, ignore_eos=True
         )
         next(stream)
         fleet.pause_generation(mode, adapter="held")
