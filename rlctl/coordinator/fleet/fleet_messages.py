@@ -34,6 +34,7 @@ def stage_message(slot: Slot, now: float) -> Stage:
     heard = now - slot.commander.last_heard if slot.commander else None
     obstacle = slot.not_routable()
     staging = slot.report is not None and slot.report.update_staged
+    is_planned = slot.heal_at is not None and now < slot.heal_at and not slot.unhealable
     stage = Stage(
         registration=slot.record.registration,
         incarnation=slot.record.incarnation,
@@ -51,7 +52,7 @@ def stage_message(slot: Slot, now: float) -> Stage:
         disable_time=slot.record.disable_time if slot.record.HasField("disable_time") else None,
         pause=slot.pause,
         adapter_pauses=[pause for _, pause in sorted(slot.adapter_pauses.items())],
-        heal_time=slot.heal_time if slot.heal_at is not None and now < slot.heal_at else None,
+        heal_time=slot.heal_time if is_planned else None,
     )
     if stage.HasField("report") and not slot.linked and now >= slot.lease_until:
         stage.report.lease_held = False  # the last report is older than the end of the lease

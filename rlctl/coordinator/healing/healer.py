@@ -273,7 +273,9 @@ class Healer:
         return slot.report is not None and slot.report.weight_version in self._roster.models[slot.model].admitted
 
     def look(self, slot: Slot) -> None:
-        """Start a heal that is due and that the policy allows. Without a source, record the cause instead."""
+        """Start a heal that is due and that the policy allows. Without a source, record the cause instead, also before
+        the heal is due.
+        """
         if self._roster.slots.get(slot.name) is not slot:
             return
         needed = needs_heal(slot) or self._sources.lacks_adapters(slot)
@@ -282,16 +284,24 @@ class Healer:
         elif slot.model in self._by_hand:
             # A cause from before the switch holds until a source appears.
             self._clear(slot, unhealable=slot.unhealable and self._obstacle(slot))
-        if not needed or slot.model in self._by_hand or not self._is_due(slot):
+        if not needed or slot.model in self._by_hand:
+            return
+        due = self._is_due(slot)
+        if not due and slot.heal_at is None:
             return
         if self._holding(slot.model) or slot in self._looking or self._roster.models[slot.model].update_id:
             return
         obstacle = self._obstacle(slot)
-        if obstacle and slot.unhealable != obstacle:
-            log.info("%s is not healed: %s", slot.name, obstacle)
+        changed = slot.unhealable != obstacle
+        if changed:
+            slot.unhealable = obstacle
             self._roster.changed()
-        slot.unhealable = obstacle
+        if not due:
+            return
         if obstacle:
+            if changed or slot.heal_time is not None:
+                log.info("%s is not healed: %s", slot.name, obstacle)
+            slot.heal_time = None
             return
         task = self._looking[slot] = asyncio.create_task(self._heal_alone(slot))
         task.add_done_callback(lambda _: self._looking.pop(slot, None))

@@ -747,6 +747,23 @@ async def test_a_stage_of_a_model_that_is_healed_by_hand_keeps_no_cause_and_no_t
         await fleet.until(lambda stages: all(stage.HasField("heal_time") for stage in stages))
 
 
+async def test_a_dirty_stage_without_a_heal_source_says_so_at_once_and_names_no_time(
+    make_fleet: Callable[..., Any], checkpoint: Checkpoint
+) -> None:
+    async with make_fleet(a=1, b=2, graces=Graces(heal_s=60.0)) as fleet:
+        plan = await begin(fleet)
+        await join(fleet, plan)
+        await write(fleet, plan, "sent")
+        await commit(fleet, plan, digest("sent"))
+        await dirty(fleet)
+        await fleet.until(lambda stages: all(stage.unhealable for stage in stages))
+        for slot in "ab":
+            assert "UNHEALABLE: version" in fleet.stage(slot).not_routable
+            assert not fleet.stage(slot).HasField("heal_time"), "no heal is planned"
+        await from_disk(fleet, checkpoint("two"), "two")
+        await fleet.until(lambda stages: all(stage.routable and not stage.unhealable for stage in stages))
+
+
 async def test_a_stage_of_a_model_that_is_healed_by_hand_is_unhealable_until_a_source_appears(
     make_fleet: Callable[..., Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
