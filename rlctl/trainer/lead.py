@@ -611,11 +611,12 @@ def _worth_retrying(error: RlctlError) -> bool:
     """Return whether a group or an engine failed, and not a source or the request."""
     if isinstance(error, OperationFailed) and error.operation.stage_results:
         lost = (common_pb2.OUTCOME_DIRTY, common_pb2.OUTCOME_UNKNOWN, common_pb2.OUTCOME_NOT_SENT)
-        # A stage that has noticed the loss of a rank rejects the pause or the write with RANK_LOST.
-        return any(
-            result.outcome in lost or result.error.reason == Reason.RANK_LOST.name
-            for result in error.operation.stage_results
-        )
+        # A stage that has noticed the loss of a rank rejects the pause or the write with RANK_LOST, and a stage that
+        # has not noticed the end of its server with UNREACHABLE. To a join, UNREACHABLE may also mean our store.
+        reasons = {Reason.RANK_LOST.name}
+        if error.operation.verb != "InitWeightsUpdateGroup":
+            reasons.add(Reason.UNREACHABLE.name)
+        return any(result.outcome in lost or result.error.reason in reasons for result in error.operation.stage_results)
     return error.reason is Reason.GROUP_FAILED  # also the reason of a write refused after the failure of a group
 
 

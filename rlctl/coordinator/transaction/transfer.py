@@ -155,6 +155,7 @@ class Transfer:
             )
         undo, broken = update.start_over(lost), update.broken
         update.broken = False
+        answers = _answers(update)
         received, update.received = update.received, []
         remaining = [target for target in plan.targets if target.slot not in names(lost)]
         del plan.targets[:]
@@ -171,10 +172,10 @@ class Transfer:
                 undo()  # a repeat plans it again
                 update.broken, update.received = broken, received
                 raise
-        answers = {slot: _result_of_lost(slot, planned[slot.name], received) for slot in lost}
-        for answer in answers.values():
-            update.run.add(answer)
-        await self._roster.quarantine({slot: answer.error for slot, answer in answers.items()})
+        results = {slot: _result_of_lost(slot, planned[slot.name], answers) for slot in lost}
+        for result in results.values():
+            update.run.add(result)
+        await self._roster.quarantine({slot: result.error for slot, result in results.items()})
         await update.leave_groups(abandoned)
         return plan
 
@@ -184,8 +185,8 @@ class Transfer:
         """
 
         def lost(*, away: bool = True) -> list[Slot]:
-            plan, received = update.record.plan, update.received
-            lost_targets = [slot for slot in update.targets if _is_gone(slot, plan, received)]
+            plan, answers = update.record.plan, _answers(update)
+            lost_targets = [slot for slot in update.targets if _is_gone(slot, plan, answers)]
             return [slot for slot in lost_targets if away or not _is_away(slot)]
 
         def enough(lost: Sequence[Slot]) -> bool:
@@ -219,13 +220,28 @@ def _in_no_group(results: Sequence[StageResult]) -> bool:
     )
 
 
-def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, received: Sequence[StageResult]) -> bool:
-    """Whether a further attempt must exclude a target: unreachable, restarted, or without one of its ranks."""
+def _answers(update: Update) -> list[StageResult]:
+    """Return the answers of the present attempt that may show the loss of a target."""
+    return [*update.unprepared, *update.received]
+
+
+def _is_gone(slot: Slot, plan: BeginWeightUpdateResponse, answers: Sequence[StageResult]) -> bool:
+    """Whether a further attempt must exclude a target: unreachable, restarted, or without one of its ranks or its
+    server.
+    """
     planned = next(target.incarnation for target in plan.targets if target.slot == slot.name)
     if _is_away(slot) or slot.record.incarnation != planned:
         return True
-    ranks = [rank for result in received if result.slot == slot.name for rank in result.rank_results]
-    return bool(slot.dead_ranks()) or any(rank.outcome == OUTCOME_UNKNOWN for rank in ranks)
+    return bool(slot.dead_ranks()) or any(_tells_loss(answer) for answer in answers if answer.slot == slot.name)
+
+
+def _tells_loss(answer: StageResult) -> bool:
+    """Whether a stage does not know what a rank did, or does not reach its server.
+
+    A stage may notice the end of its server only after this answer.
+    """
+    refused = answer.outcome == OUTCOME_REJECTED and answer.error.reason == Reason.UNREACHABLE.name
+    return refused or any(rank.outcome == OUTCOME_UNKNOWN for rank in answer.rank_results)
 
 
 def _is_away(slot: Slot) -> bool:
@@ -233,11 +249,13 @@ def _is_away(slot: Slot) -> bool:
     return slot.absent
 
 
-def _result_of_lost(slot: Slot, incarnation: int, received: Sequence[StageResult]) -> StageResult:
+def _result_of_lost(slot: Slot, incarnation: int, answers: Sequence[StageResult]) -> StageResult:
     """Return the result of a target that further attempts exclude. ``incarnation``: of the plan."""
-    for result in received:
-        if result.slot == slot.name and result.outcome not in (OUTCOME_APPLIED, OUTCOME_REJECTED):
-            return result
+    for answer in answers:
+        if answer.slot == slot.name and (
+            answer.outcome not in (OUTCOME_APPLIED, OUTCOME_REJECTED) or _tells_loss(answer)
+        ):
+            return answer
     return StageResult(
         slot=slot.name,
         incarnation=slot.record.incarnation,

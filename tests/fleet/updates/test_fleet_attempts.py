@@ -27,7 +27,7 @@ from updating import (
 from waiting import eventually
 
 from rlctl.command_stream import commander
-from rlctl.contract.errors import OperationFailed, Reason
+from rlctl.contract.errors import OperationFailed, Reason, RlctlError
 from rlctl.coordinator.fleet import stage_links
 from rlctl.engine import Call
 from rlctl.testing import fake_engine
@@ -118,6 +118,41 @@ async def test_a_target_that_loses_a_rank_before_the_write_costs_an_attempt(
         await asyncio.gather(*stopping)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        Reason.LINK_LOST.error("the connection to the server broke", outcome=common.OUTCOME_UNKNOWN),
+        Reason.UNREACHABLE.error("the server cannot be reached"),
+    ],
+    ids=["broken", "refused"],
+)
+@pytest.mark.parametrize(
+    ("lost_in", "pause"),
+    [
+        ("pause_generation", common.PAUSE_MODE_RETRACT),
+        ("prepare_update", common.PAUSE_MODE_UNSPECIFIED),
+        ("update_weights_from_distributed", common.PAUSE_MODE_UNSPECIFIED),
+    ],
+)
+async def test_a_target_whose_server_has_ended_costs_an_attempt_before_its_stage_notices(
+    make_fleet: Callable[..., Any], lost_in: str, pause: common.PauseMode.ValueType, error: RlctlError
+) -> None:
+    async with make_fleet(a=1, b=2) as fleet:
+
+        async def lose(engine: FakeEngine, name: str, call: Call) -> None:
+            if name == lost_in and engine.config.tp_size == 2:
+                raise error
+
+        fake_engine.FAULTS[fleet.specs[0].model_path, 0] = lose
+        plan = await begin(fleet, retries=1, options=v.UpdateOptions(quorum=1, pause=pause))
+        await join(fleet, plan)
+        failed = await write(fleet, plan, "w1")
+        [told] = [result for result in failed.stage_results if result.slot == "b"]
+        assert (told.outcome, told.error.reason) == (error.outcome, error.reason.name)
+        assert _worth_retrying(OperationFailed(failed))
+        await publish_without_b(fleet, plan)
+
+
 async def test_a_target_that_has_lost_a_rank_since_the_begin_costs_an_attempt(make_fleet: Callable[..., Any]) -> None:
     async with make_fleet(a=1, b=2) as fleet:
         options = v.UpdateOptions(quorum=1, pause=common.PAUSE_MODE_RETRACT)
@@ -132,11 +167,12 @@ async def test_a_target_that_has_lost_a_rank_since_the_begin_costs_an_attempt(ma
         await publish_without_b(fleet, plan)
 
 
-async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("lost_in", ["prepare_update", "update_weights_from_distributed"])
+async def test_a_target_that_nobody_can_do_without_may_come_back(make_fleet: Callable[..., Any], lost_in: str) -> None:
     async with make_fleet(a=1, b=2) as fleet, AsyncExitStack() as away:
 
         async def lose(engine: FakeEngine, name: str, call: Call) -> None:
-            if name == "update_weights_from_distributed" and engine.config.tp_size == 2:
+            if name == lost_in and engine.config.tp_size == 2:
                 fake_engine.FAULTS.clear()
                 await away.enter_async_context(unreachable(fleet, "b"))
 
