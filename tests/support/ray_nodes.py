@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+from forking import INTERPRETERS
+
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     # A lost node is noticed after 1.5 seconds.
@@ -18,6 +20,7 @@ os.environ.update(
     RAY_health_check_timeout_ms="1000",
     RAY_health_check_failure_threshold="3",
 )
+os.environ[INTERPRETERS] = "1"  # forked processes are no children of Ray's actors
 
 from ray.cluster_utils import Cluster
 
