@@ -99,7 +99,7 @@ def main(role: str, port: int, name: str) -> None:
         source = as_source([("much", torch.zeros(MUCH))])
         sending = threading.Thread(target=send, args=(source, plan(source.metas()), sender), daemon=True)
         sending.start()
-        while not sender.under_way:
+        while not sender.under_way and sending.is_alive():
             sending.join(0.01)
     else:
         member = join(("127.0.0.1", port), name=name, rank=1, world_size=2, timeout_s=20, broadcast_timeout_s=600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,10 +14,13 @@ from rlctl.contract.errors import Reason, RlctlError
 from rlctl.trainer import source_rank as parts
 from rlctl.trainer.pending_update import UpdateState
 from rlctl.trainer.source_rank import Part
+from rlctl.trainer.update_progress import ByteCount
 from rlctl.trainer.weights_pass import in_thread
 from rlctl.v1.trainer_pb2 import Attempt
 from rlctl.v1.verbs_pb2 import TensorSegment
+from rlctl.weights.shared_memory.sender import SegmentSender
 from rlctl.weights.tensor.buckets import Bucket, to_proto
+from rlctl.weights.tensor.placement import SHARED_MEMORY
 from rlctl.weights.tensor.tensors import TensorMeta
 
 TENSORS = 10
@@ -187,3 +191,32 @@ async def test_an_error_after_the_work_ends_the_thread_for_its_waiters(caplog: p
     assert await asyncio.wait_for(work, 5) == 7
     await asyncio.wait_for(ended, 5)
     assert "the device is gone" in caplog.text
+
+
+class Breaking(Gathered):
+    """Weights that fail after two segments."""
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta(str(number), torch.float32, (1024,)) for number in range(3)]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0", torch.zeros(1024)
+        yield "1", torch.zeros(1024)
+        raise KeyError("2")
+
+
+def test_a_source_that_fails_while_ranks_read_says_why_and_they_read_to_the_end() -> None:
+    weights, part = Breaking(), Part("127.0.0.1", 0)
+    part._segments = SegmentSender(segment_bytes=4096)
+    read: list[bool] = []
+
+    def ship(segments: Sequence[TensorSegment]) -> None:
+        time.sleep(0.2)
+        read.extend((SHARED_MEMORY / segment.shared_memory).exists() for segment in segments)
+
+    dtypes = {meta.name: meta.dtype for meta in weights.metas()}
+    attempt = Attempt()
+    attempt.timeout.FromSeconds(10)
+    with pytest.raises(KeyError, match="2"):
+        part._share(weights, dtypes, attempt, None, ship, lambda: None, ByteCount())
+    assert read == [True, True]
