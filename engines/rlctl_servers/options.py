@@ -104,10 +104,10 @@ def check_url(url: str, field: str) -> None:
     except ValueError:  # the port or the brackets of an IPv6 address
         valid = False
     if not valid:
-        raise Reason.FIELD_INVALID.error(f"{url!r} is no http address", field=field)
+        raise Reason.FIELD_INVALID.error(f"{url.rpartition('@')[2]!r} is no http address", field=field)
     if parts.username is not None:
         raise Reason.FIELD_INVALID.error(
-            f"the address of {parts.hostname} contains a name or password, and addresses stand in logs",
+            f"the address of {parts.hostname} contains a name or password, and addresses appear in logs",
             field=field,
             next_step="Give the server a key, and rlctl the file with the key.",
         )

@@ -82,7 +82,7 @@ class Client:
         *,
         once: bool = False,
     ) -> Response:
-        """Send a request, one time, and return its answer, when the head has come. The caller closes the answer.
+        """Send a request without a retry, and return its answer, when the head has come. The caller closes the answer.
 
         ``headers``: without Host and Content-Length; ``once``: over a connection for this request only. Raises
         NotConnected, Broken; ValueError for a header with a line break or NUL.
@@ -120,7 +120,7 @@ class Client:
                     )
         except TimeoutError as error:
             raise NotConnected(str(error) or f"no connection within {self._connect_s:g} s") from error
-        except OSError as error:  # also SSLError
+        except (OSError, UnicodeError) as error:  # also SSLError; a host name that IDNA refuses
             raise NotConnected(str(error) or type(error).__name__) from error
         if not connection.is_open:
             raise NotConnected("the server closed the connection")

@@ -194,6 +194,8 @@ def _http(config: SidecarConfig) -> Http:
     api_key = key({"api_key_file": config.api_key_file}, "api_key_file")
     if config.upstream.startswith("unix:"):
         return Http(PRODUCT, "http://vllm", api_key, socket=config.upstream.removeprefix("unix:"))
+    if "://" not in config.upstream:
+        raise Reason.FIELD_INVALID.error(f"{config.upstream!r} is no http address, and no unix:PATH", field="upstream")
     check_url(config.upstream, "upstream")
     return Http(PRODUCT, config.upstream.rstrip("/"), api_key)
 

@@ -114,12 +114,27 @@ def test_what_is_no_address_is_refused(url: str) -> None:
     assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "options.url")
 
 
-def test_an_address_with_a_password_is_refused_without_the_password() -> None:
-    """Addresses stand in messages and logs, and the data port would not send the password."""
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://me:secret@name:1", "ftp://me:secret@name", "http://me:secret@name:99999"),
+        *("http://me:sec/secret@name:1", "http://me:secret#x@name"),
+    ],
+)
+def test_an_address_with_a_password_is_refused_without_the_password(url: str) -> None:
+    """Addresses appear in messages and logs, and the data port would not send the password."""
     with pytest.raises(RlctlError) as refused:
-        address({"url": "http://me:secret@name:1"}, ())
+        address({"url": url}, ())
     assert (refused.value.reason, refused.value.field) == (Reason.FIELD_INVALID, "options.url")
     assert "secret" not in str(refused.value)
+
+
+async def test_a_host_name_that_cannot_exist_is_not_reached() -> None:
+    http = Http("vLLM", f"http://{'a' * 70}.test:1")
+    with pytest.raises(RlctlError) as failed:
+        await http.call("/health", timeout_s=5.0)
+    assert (failed.value.reason, failed.value.outcome) == (Reason.UNREACHABLE, OUTCOME_REJECTED)
+    await http.close()
 
 
 async def test_a_call_has_a_connection_of_its_own_unless_it_may_be_sent_again() -> None:
