@@ -394,7 +394,7 @@ async def test_a_launcher_takes_no_process_off_the_record_that_came_after_its_lo
     (absent,) = [stage for stage in status.stages if stage.registration.slot == "a"]
     absent.state = common.STAGE_STATE_UNREACHABLE
     present, absent.registration.boot_id = absent.registration.boot_id, "an earlier process"
-    monkeypatch.setattr(launched, "_status", lambda: status)
+    monkeypatch.setattr(launched._calls, "status", lambda: status)
     record = fleet.server.coordinator.roster.slots["a"].record
     await asyncio.to_thread(launched._dismiss_absent)
     assert not record.retired
