@@ -333,8 +333,8 @@ class Part:
                 delivery.result()
             return sum(sizes)
         except BaseException:
-            concurrent.futures.wait(deliveries)  # ranks may read these segments
-            # They may read them later, too. Abandon the segments; the next update allocates new memory.
+            concurrent.futures.wait(deliveries)  # ranks read the delivered segments now
+            # A late rank may read them after that. Abandon the segments; the next update allocates new memory.
             self._segments = None
             written.close()
             segments.close()

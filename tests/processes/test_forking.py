@@ -1,4 +1,4 @@
-"""A forked process has the arguments, environment, streams and status of one that an interpreter has started."""
+"""A forked process has the arguments, environment, streams and status of a process that starts with an interpreter."""
 
 from __future__ import annotations
 

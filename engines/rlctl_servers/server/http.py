@@ -19,7 +19,7 @@ from rlctl.v1.common_pb2 import OUTCOME_UNKNOWN
 CONNECT_S = 5.0
 
 AGAIN = "Send the request again."
-"""Next step after a forwarded request whose connection broke."""
+"""Next step after the connection of a forwarded request broke."""
 
 _JSON = ("Content-Type", "application/json")
 _PLAIN = ("Accept-Encoding", "identity")

@@ -1,4 +1,4 @@
-"""The SGLang-Diffusion server behind an engine: what it must be for an attach, and its answers about itself."""
+"""The SGLang-Diffusion server behind an engine: the conditions of an attach, its statistics and its checksums."""
 
 from __future__ import annotations
 

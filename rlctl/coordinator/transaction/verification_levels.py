@@ -298,7 +298,7 @@ def judge_digests(
 
 
 def judge_scales(results: Sequence[StageResult], expected: float | None) -> tuple[dict[str, RlctlError], float | None]:
-    """Return the error of each target whose ranks compute an adapter with a wrong scale, by slot, and the right scale.
+    """Return the errors of the targets with a wrong scale of the adapter, by slot, and the right scale.
 
     The scale must be ``expected``. None: all targets must agree. If they disagree, no target is known to be right. A
     rank that reports no scale is not compared.
