@@ -116,10 +116,11 @@ class VLLMEngine(ServerEngine):
         )
         await self._take_over(self._start_call())
         self._readable = bool(digest)
-        # At an attached server, requests of other callers would be answered while a probe lifts the pause.
+        # At an attached server, requests of other callers would be answered while a probe lifts the pause. A probe
+        # computes beside paused requests.
         self._prober = (
             Prober(self._control, self._state, self._requests, self._limits, self.turn)
-            if self._server.launched
+            if self._server.launched and not facts.no_prompt_logprobs
             else None
         )
         self._ready = True

@@ -144,6 +144,21 @@ def test_every_rank_takes_its_part_and_says_what_came(
     both_generate_like(fleet, model, result.version)
 
 
+def test_weights_that_compute_other_values_than_the_probe_are_not_published(
+    fleet: Fleet, tiny: tuple[Any, Path]
+) -> None:
+    model, other = changed(tiny[0], seed=31), changed(tiny[0], seed=32)
+    probe = Probe.of(other, [encode("1+2=3"), encode("3+4=7")])
+    with contextlib.closing(fleet.publisher("actor", trainer="probing")) as publisher:
+        with pytest.raises(OperationFailed) as wrong:
+            publisher.update(model, version="not so", verify="probe", probe=probe)
+        assert wrong.value.reason is Reason.QUORUM_NOT_MET
+        stages = wrong.value.operation.stage_results
+        assert {stage.error.reason for stage in stages} == {Reason.PROBE_MISMATCH.name}
+        result = publisher.update(model, version="again")
+    both_generate_like(fleet, model, result.version)
+
+
 @pytest.mark.parametrize("path", ["ipc", "broadcast", "disk"])
 def test_a_staged_update_is_received_while_requests_run(fleet: Fleet, tiny: tuple[Any, Path], path: str) -> None:
     old, new = changed(tiny[0], seed=80), changed(tiny[0], seed=81)

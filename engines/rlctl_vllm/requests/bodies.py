@@ -39,11 +39,20 @@ class Limits(requests.Limits):
         most_logprobs: most log probabilities that the server returns for a position; -1: all.
         logprobs_mode: vLLM's mode of log probabilities.
         any_logprobs: log probabilities of every mode are accepted, not only rlctl's.
+        no_prompt_logprobs: why log probabilities of a prompt would end the server, or "".
     """
 
     most_logprobs: int = 20
     logprobs_mode: str = PROCESSED
     any_logprobs: bool = False
+    no_prompt_logprobs: str = ""
+
+    def refuse_prompt_logprobs(self, field: str) -> None:
+        """Raise UNSUPPORTED if log probabilities of a prompt would end the server."""
+        if self.no_prompt_logprobs:
+            raise Reason.UNSUPPORTED.error(
+                self.no_prompt_logprobs, field=field, next_step="Ask for log probabilities of the output only."
+            )
 
 
 def scores_only(request: GenerateRequest) -> bool:
@@ -120,6 +129,7 @@ def _sampling(request: GenerateRequest, length: int, limits: Limits) -> dict[str
     if request.return_logprob or request.top_logprobs_num:
         sampling["logprobs"] = tops
     if requests.logprob_start(request) >= 0:
+        limits.refuse_prompt_logprobs("logprob_start_len")
         sampling["prompt_logprobs"] = tops
     return sampling
 

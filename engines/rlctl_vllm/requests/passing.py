@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from rlctl_servers.adapters.lora_table import Held, LoraTable
@@ -73,6 +73,7 @@ class Reader:
         sampling = document.get("sampling_params")
         objects = (document, sampling if isinstance(sampling, dict) else {})
         samples = max(check_count(fields.get(name), name) for fields in objects for name in _COUNTS)
+        self._check_prompt_logprobs(objects)
         if not self._limits.tokenizer:  # with a tokenizer vLLM checks the ids
             for name in _PROMPTS:
                 check_token_ids(document.get(name), self._limits.vocab_size, name, texts=True)
@@ -103,6 +104,17 @@ class Reader:
         """Put a cache salt into the reading, at routes that take a salt."""
         if request.path in _SALTED:
             put_salt(request.document, reading, SALT, salt, MOST_SALT)
+
+    def _check_prompt_logprobs(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Raise UNSUPPORTED if log probabilities of the prompt are requested and would end the server.
+
+        With ``echo``, vLLM computes those of the prompt wherever it computes those of the output, and in every chat.
+        """
+        for fields in objects:
+            if fields.get("prompt_logprobs") is not None:
+                self._limits.refuse_prompt_logprobs("prompt_logprobs")
+            if fields.get("echo") and (fields.get("logprobs") is not None or "messages" in fields):
+                self._limits.refuse_prompt_logprobs("echo")
 
     def _named(self, model: str) -> Reading:
         """Resolve a model name. A loaded adapter has priority, also as "MODEL:ADAPTER"."""

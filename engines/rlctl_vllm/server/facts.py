@@ -106,12 +106,17 @@ class Facts:
         return settings
 
     @property
-    def no_decode_check(self) -> str:
-        """Why decode cannot be compared with prefill, or ""."""
+    def no_prompt_logprobs(self) -> str:
+        """Why log probabilities of a prompt would end the server, or ""."""
         if self.cpu and self.lora is not None:
             # punica_cpu.py takes as many rows of hidden states as the batch has requests (0.32.0).
             return "with adapters on a CPU, vLLM ends on the log probabilities of a prompt beside other requests"
-        return "" if self.reads else INVENTED
+        return ""
+
+    @property
+    def no_decode_check(self) -> str:
+        """Why decode cannot be compared with prefill, or ""."""
+        return self.no_prompt_logprobs or ("" if self.reads else INVENTED)
 
     @property
     def digest(self) -> str:
@@ -178,6 +183,7 @@ class Facts:
             tokenizer=not self._of("model_config", "skip_tokenizer_init"),
             most_logprobs=int(self._of("model_config", "max_logprobs") or 0),
             logprobs_mode=str(self._of("model_config", "logprobs_mode") or "raw_logprobs"),
+            no_prompt_logprobs=self.no_prompt_logprobs,
         )
 
     def layout(self, config: EngineConfig) -> fleet_pb2.StageLayout:
@@ -217,6 +223,8 @@ class Facts:
         if probes:
             actions.append(CHECK_ACTION_PROBE)
             unsupported.pop("CheckWeights", None)
+        elif self.no_prompt_logprobs:
+            unsupported["probe"] = self.no_prompt_logprobs
         answers_for_ranks = self.world_size > 1 and not self.ranks
         unsupported |= without_levels(verification, answers_for_ranks=answers_for_ranks, unproven=unproven)
         return fleet_pb2.Capabilities(

@@ -99,6 +99,7 @@ class Upstream:
             most_logprobs=limits.most_logprobs,
             logprobs_mode=limits.logprobs_mode if admin else "",
             any_logprobs=True,
+            no_prompt_logprobs=limits.no_prompt_logprobs,
         )
 
     async def label(self) -> str:

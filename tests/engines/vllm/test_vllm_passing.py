@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import closing
 from typing import Any
@@ -16,6 +17,7 @@ from rlctl_vllm.requests.bodies import Limits
 from rlctl_vllm.requests.passing import Reader
 from rlctl_vllm.requests.requests import TokensInOut
 
+from rlctl.contract.errors import Reason, RlctlError
 from rlctl.engine import HttpExchange, HttpRequest
 from rlctl.runtime.http_client import Response
 from rlctl.v1.verbs_pb2 import Adapter
@@ -86,6 +88,31 @@ async def test_a_route_without_the_gate_takes_the_names_of_the_fleet(
     server: Any = passing.http
     assert [json.loads(body) for body in server.bodies] == [{"model": served, "prompt": "1"}]
     assert answer.endswith(b',"model":%b}' % json.dumps(model).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        ("/v1/completions", {"prompt": "1", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "1", "echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": "1", "echo": True}, ""),
+        ("/v1/completions", {"prompt": "1", "logprobs": 1, "prompt_logprobs": None}, ""),
+        ("/v1/chat/completions", {"messages": [], "echo": True}, "echo"),
+        ("/v1/chat/completions", {"messages": [], "logprobs": True, "top_logprobs": 2}, ""),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 2}}, "prompt_logprobs"),
+    ],
+)
+def test_log_probabilities_of_a_prompt_are_refused_where_they_end_the_server(
+    passing: Passing, path: str, fields: dict[str, Any], field: str
+) -> None:
+    reader = Reader(Limits(100, 512, 500, no_prompt_logprobs="it ends"), "rlctl", list, passing.adapters)
+    passing = dataclasses.replace(passing, reader=reader)
+    if not field:
+        assert exchange(passing, path, fields, gated=True)
+        return
+    with pytest.raises(RlctlError) as refused:
+        exchange(passing, path, fields, gated=True)
+    assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, field)
 
 
 @pytest.mark.parametrize("document", [{"prompt": "1"}, {"model": 1}, [1]])

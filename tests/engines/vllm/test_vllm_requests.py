@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -87,6 +88,12 @@ def test_logprobs_that_are_not_those_after_temperature_are_refused() -> None:
         assert body(limits=raw, return_logprob=True, sampling={"temperature": temperature})
     greedy = {"temperature": 0.0, "top_p": 0.5}
     assert body(return_logprob=True, sampling=greedy), "nothing is drawn, so nothing is cut off"
+
+
+def test_log_probabilities_of_a_prompt_are_refused_where_they_end_the_server() -> None:
+    ends = dataclasses.replace(LIMITS, no_prompt_logprobs="it ends")
+    assert refused(limits=ends, logprob_start_len=0) == (Reason.UNSUPPORTED, "logprob_start_len")
+    assert "prompt_logprobs" not in body(limits=ends, return_logprob=True)["sampling_params"]
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
