@@ -69,12 +69,19 @@ def main() -> None:
         messages=[{"role": "user", "content": arguments.prompt}],
         max_completion_tokens=6,
         temperature=0,
-        n=2,
         logprobs=True,
         top_logprobs=2,
         extra_headers={"X-RLCTL-Min-Version": "1"},
     )
-    say("chat", contents=[choice.message.content for choice in answer.choices])
+    say("chat", content=answer.choices[0].message.content)
+    several = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": arguments.prompt}],
+        max_completion_tokens=6,
+        temperature=1,
+        n=2,
+    )
+    say("chat, two answers", contents=[choice.message.content for choice in several.choices])
     events = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": arguments.prompt}],
