@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_runs import INTEGRATIONS, ROOT, TEMPLATE, TRL, fetched, run, skyrl_generates, skyrl_updates, trl_generates
 
 from rlctl.launch.fleet_controller import LaunchedFleet
 from rlctl.sdk.aio import AsyncFleet
@@ -18,89 +19,37 @@ from rlctl.v1.results_pb2 import OPERATION_STATE_FAILED, OPERATION_STATE_OK
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
 
-ROOT = Path(__file__).parents[2]
-INTEGRATIONS = ROOT / "examples" / "integrations"
-
 sys.path.insert(0, str(INTEGRATIONS))
 
 from tiny_trainer import free_port  # noqa: E402
-
-
-def fetched(client: str) -> Path:
-    """Where the files of one lie."""
-    path = ROOT / ".clients" / client
-    if not path.exists():
-        pytest.skip("tools/clients fetches it")
-    return path
-
-
-async def run(*command: str, clients: Path | str, **environment: str) -> list[Any]:
-    script = await asyncio.create_subprocess_exec(
-        *command,
-        env={**os.environ, "PYTHONPATH": str(clients), **environment},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    output, _ = await script.communicate()
-    assert script.returncode == 0
-    return [json.loads(line) for line in output.decode().splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("colocated", [False, True])
 async def test_skyrls_client(
     torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], colocated: bool
 ) -> None:
-    clients = fetched("skyrl==0.3.0")
     async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tiny[1])) as http:
-        steps = await run(
-            *(sys.executable, str(INTEGRATIONS / "skyrl" / "client.py"), f"--model={tiny[1]}"),
-            *(f"--proxy=http://{http._base_url.authority}", f"--coordinator={torch_fleet.address}"),
-            *(["--colocated"] if colocated else []),
-            clients=clients,
-        )
-    assert len({step["model_digest"] for step in steps}) == 2
-    assert [(step["lengths"], step["stop_reasons"]) for step in steps] == [([60, 60], ["length"] * 2)] * 2
+        url = f"http://{http._base_url.authority}"
+        await skyrl_updates(url, torch_fleet.address, tiny[1], *(["--colocated"] if colocated else []))
 
 
-TRL = str(ROOT / "tests" / "support" / "trl_client.py")
-
-
-async def test_trls_client_generates(
-    torch_fleet: LaunchedFleet, open_gateway: Any, tiny: tuple[Any, Path], tmp_path: Path
-) -> None:
-    """TRL 1.16.0's client, with the cases of TRL's own tests (``tests/test_vllm_client_server.py``)."""
-    clients = fetched("trl==1.16.0")
+@pytest.fixture
+def chats(tiny: tuple[Any, Path], tmp_path: Path) -> str:
+    """Directory of the tiny model's tokenizer with a chat template."""
     shutil.copytree(tiny[1], tmp_path / "chats", ignore=shutil.ignore_patterns("*.safetensors"))
     settings = tmp_path / "chats" / "tokenizer_config.json"
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
-    async with open_gateway(torch_fleet.address, "vllm", tokenizer=str(tmp_path / "chats")) as http:
-        told = await run(
-            *(sys.executable, TRL, f"http://{http._base_url.authority}", "0"),
-            clients=f"{clients}{os.pathsep}{ROOT}",
-        )
-    generated, chat, sequence, world, *own = told
-    assert [len(ids) for ids in generated["completion_ids"]] == [4] * 4
-    assert [len(logprobs) for logprobs in generated["logprobs"]] == [4] * 4
-    assert generated["prompt_ids"][0] == generated["prompt_ids"][1]
-    assert (len(chat["prompt_ids"]), len(chat["completion_ids"])) == (1, 2)
-    assert [len(entries) for entries in sequence["logprobs"][0]] == [3] * len(sequence["logprobs"][0])
-    assert sequence["actual_token_ids"]
-    assert world["size"] == 3
-    texts, no_logprobs, chat_without, with_settings, several = own
-    assert [len(texts[key]) for key in ("prompt_ids", "completion_ids", "logprobs")] == [2, 2, 2]
-    assert all(isinstance(token, int) for ids in (*texts["prompt_ids"], *texts["completion_ids"]) for token in ids)
-    for each in (no_logprobs, chat_without):
-        assert (each["logprobs"], each["logprob_token_ids"], len(each["completion_ids"])) == (None, None, 1)
-    assert len(with_settings["completion_ids"]) == 4
-    assert all(len(ids) <= 32 for ids in with_settings["completion_ids"])
-    for ids, logprobs, tokens in zip(
-        several["completion_ids"], several["logprobs"], several["logprob_token_ids"], strict=True
-    ):
-        assert len(ids) == len(logprobs) == len(tokens)
-        for token, among, each in zip(ids, tokens, logprobs, strict=True):
-            assert token in among
-            assert 5 <= len(each) <= 6
-            assert each == sorted(each, reverse=True)
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    return str(tmp_path / "chats")
+
+
+async def test_skyrls_client_generates(torch_fleet: LaunchedFleet, open_gateway: Any, chats: str) -> None:
+    async with open_gateway(torch_fleet.address, "vllm", tokenizer=chats) as http:
+        await skyrl_generates(f"http://{http._base_url.authority}")
+
+
+async def test_trls_client_generates(torch_fleet: LaunchedFleet, open_gateway: Any, chats: str) -> None:
+    async with open_gateway(torch_fleet.address, "vllm", tokenizer=chats) as http:
+        await trl_generates(f"http://{http._base_url.authority}", world_size=3)
 
 
 @pytest.mark.parametrize("stateful", [False, True])

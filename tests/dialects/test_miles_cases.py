@@ -7,7 +7,6 @@ router's list of workers is in ``test_slime.py``, the attach in ``test_attach.py
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -16,8 +15,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from client_runs import miles_session
 
-from rlctl.demo.tiny import encode
 from rlctl.launch.fleet_controller import LaunchedFleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(360)]
@@ -43,31 +42,8 @@ async def ask(http: aiohttp.ClientSession, method: str, path: str, **given: Any)
         return response.status, json.loads(text) if response.content_type == "application/json" else text
 
 
-async def chat(http: aiohttp.ClientSession, messages: list[dict[str, Any]], ids: list[int], session: str) -> Any:
-    """What the session server sends for an agent's turn, and what it reads of the answer."""
-    body = {"messages": messages, "max_tokens": 8, "logprobs": True, "return_meta_info": True, "no_stop_trim": False}
-    headers = {"X-SMG-Routing-Key": session}
-    status, told = await ask(http, "POST", "/v1/chat/completions", json={**body, "input_ids": ids}, headers=headers)
-    assert status == 200, told
-    [choice] = told["choices"]
-    meta = choice["meta_info"]
-    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == told["usage"]["completion_tokens"]
-    assert choice["message"]["role"] == "assistant"
-    assert isinstance(choice["message"]["content"], str)
-    return choice
-
-
 async def test_the_turns_of_a_session_build_on_the_tokens_before(http: aiohttp.ClientSession) -> None:
-    async def session(number: int) -> None:
-        messages, ids = [{"role": "user", "content": str(number)}], encode(str(number))
-        for turn in range(3):
-            choice = await chat(http, messages, ids, f"session-{number}")
-            made = [token for _, token, *_ in choice["meta_info"]["output_token_logprobs"]]
-            assert choice["meta_info"]["prompt_tokens"] == len(ids)
-            messages += [choice["message"], {"role": "user", "content": str(turn)}]
-            ids = [*ids, *made, *encode(str(turn))]
-
-    await asyncio.gather(*map(session, range(8)))
+    await miles_session(f"http://{http._base_url.authority}")
 
 
 async def test_a_session_s_bad_requests_are_answered_as_errors_of_the_caller(http: aiohttp.ClientSession) -> None:

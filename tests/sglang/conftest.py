@@ -11,6 +11,7 @@ import forking_plugin
 import pytest
 import sabotage_plugin
 import sglang_models
+from client_runs import TEMPLATE
 from rlctl_sglang.options import Options, interpreter
 from server_stage import Driver
 from sglang_server import LOADER, LORA, serving
@@ -107,9 +108,19 @@ def pair(two_ranks: LaunchedFleet, tiny: tuple[Any, Path]) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="session")
-def two(sglang: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
+def chat_template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """File of a chat template, which the tiny model's tokenizer lacks."""
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def two(
+    sglang: str, tiny: tuple[Any, Path], chat_template: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LaunchedFleet]:
     """Two servers of one rank and their coordinator, for all modules: actor-0 and actor-1."""
-    options = {"allowed_roots": str(tmp_path_factory.getbasetemp())}
+    options = {"allowed_roots": str(tmp_path_factory.getbasetemp()), "chat_template": chat_template}
     engines = [EngineSpec(f"actor-{i}", str(tiny[1]), engine="sglang", options=options) for i in range(2)]
     with LaunchedFleet(engines, directory=tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet

@@ -1,0 +1,341 @@
+"""Requests to data ports while the weights change: how each request ends, and of which versions its tokens are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import aiohttp
+import torch
+from models import changed
+
+from rlctl.demo.tiny import encode
+from rlctl.runtime.http_errors import REASON
+from rlctl.runtime.http_forwarding import VERSION
+from rlctl.sdk.blocking import Fleet
+from rlctl.v1.verbs_pb2 import GetLoadsRequest
+
+PROMPT = encode("1+2=")
+TOKENS = 24
+CALLERS = 6
+LEAVES = 7
+"""One of so many requests is long, and its caller leaves."""
+
+LEAVES_S = 0.2
+LONG = 400
+"""Tokens of a request whose caller leaves."""
+
+BETWEEN_S = 0.3
+LEFT_S = 10.0
+"""Longest time until requests of callers that have left are gone from the engines, in seconds."""
+
+TRIED_S = 120.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one document of an answer says.
+
+    Attributes:
+        spans: label, start and end of the tokens of each version; only at the end of an answer.
+        finish: reason of the end, or "".
+    """
+
+    tokens: list[int]
+    spans: list[tuple[str, int, int]]
+    finish: str
+
+
+@dataclass(frozen=True)
+class Words:
+    """A server's own route with token ids in and out.
+
+    Attributes:
+        body: body of a request, for a number of tokens.
+        part: reads one document of an answer.
+    """
+
+    path: str
+    body: Callable[[int], dict[str, Any]]
+    part: Callable[[Any], Part]
+
+
+def _spans(spans: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in spans or []]
+
+
+def _of_sglang(document: Any) -> Part:
+    meta = document["meta_info"]
+    return Part(
+        document["output_ids"], _spans(meta.get("weight_versions")), (meta["finish_reason"] or {}).get("type", "")
+    )
+
+
+def _of_vllm(document: Any) -> Part:
+    if not document["choices"]:
+        return Part([], [], "")
+    (choice,) = document["choices"]
+    return Part(choice["token_ids"] or [], _spans(choice.get("weight_versions")), choice["finish_reason"] or "")
+
+
+SGLANG = Words(
+    "/generate",
+    lambda count: {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
+    },
+    _of_sglang,
+)
+VLLM = Words(
+    "/inference/v1/generate",
+    lambda count: {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": count, "temperature": 0.0, "ignore_eos": True},
+    },
+    _of_vllm,
+)
+
+
+@dataclass
+class Versions:
+    """Versions in the order of their updates.
+
+    Attributes:
+        begun: index of the newest version whose update has begun.
+        published: index of the newest version whose update has ended.
+    """
+
+    models: dict[str, Any]
+    begun: int = 0
+    published: int = 0
+    _next: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self.models)
+
+    def next(self, label: str, tokens: Sequence[int]) -> int:
+        """Return the greedy token of a version after the prompt and these tokens."""
+        key = label, tuple(tokens)
+        if key not in self._next:
+            with torch.no_grad():
+                logits = self.models[label](input_ids=torch.tensor([[*PROMPT, *tokens]])).logits
+            self._next[key] = int(logits[0, -1].argmax())
+        return self._next[key]
+
+    def explain(self, tokens: Sequence[int], labels: Sequence[str]) -> bool:
+        """Return whether each token is that of one of the versions, and no token is of an older one than before."""
+        possible = 0  # the oldest version that the token before may have
+        for place, token in enumerate(tokens):
+            made = [
+                index for index in range(possible, len(labels)) if self.next(labels[index], tokens[:place]) == token
+            ]
+            if not made:
+                return False
+            possible = made[0]
+        return True
+
+
+@dataclass
+class Ended:
+    """A request that has ended.
+
+    Attributes:
+        how: "length" or "abort", as the server says; a reason of rlctl's; "left", by its caller; or "lost", without an
+            answer, or with a part of one and no error.
+        sent: when, on the monotonic clock.
+        oldest: index of the newest version that was published when the request was sent.
+        newest: index of the newest version whose update had begun when the request ended.
+        admitted: label in the head of the answer.
+    """
+
+    target: str
+    how: str
+    sent: float
+    at: float
+    oldest: int
+    newest: int
+    admitted: str = ""
+    tokens: list[int] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def check(self, versions: Versions) -> None:
+        """Check that each token is of a version that was served between the request's begin and its end.
+
+        Versions published before the begin are stale, also in the middle of an answer.
+        """
+        labels = versions.labels[self.oldest : self.newest + 1]
+        assert not self.admitted or self.admitted in labels, self
+        if self.how != "length":
+            assert versions.explain(self.tokens[:TOKENS], labels), self
+            return
+        assert len(self.tokens) == TOKENS, self
+        assert [0, *(end for _, _, end in self.spans)] == [*(start for _, start, _ in self.spans), TOKENS], self
+        order = [labels.index(label) for label, _, _ in self.spans]
+        assert order == sorted(order), self
+        assert self.spans[0][0] == self.admitted or labels.index(self.admitted) < order[0], self
+        for label, start, end in self.spans:
+            # An entry of the KV cache that is older than its version would change the tokens after it.
+            assert self.tokens[start:end] == [versions.next(label, self.tokens[:at]) for at in range(start, end)], self
+
+
+async def call(
+    session: aiohttp.ClientSession,
+    words: Words,
+    versions: Versions,
+    target: str,
+    url: str,
+    *,
+    stream: bool,
+    leaves: int = 0,
+) -> Ended:
+    """Send one request. ``leaves``: the number of tokens of a request whose caller leaves."""
+    ended = Ended(target, "lost", time.monotonic(), 0.0, versions.published, 0)
+    body = {**words.body(leaves or TOKENS), "stream": stream}
+    received = b""
+    try:
+        async with asyncio.timeout(LEAVES_S if leaves else TRIED_S):
+            async with session.post(url + words.path, json=body) as response:
+                ended.admitted = unquote(response.headers.get(VERSION, ""))
+                if response.status != 200:
+                    ended.how = response.headers.get(REASON, f"{response.status} without a reason")
+                    await response.read()
+                async for piece in response.content.iter_any():
+                    received += piece
+            if response.status == 200:
+                ended.how = "whole"
+    except TimeoutError:
+        if not leaves:
+            raise
+        ended.how = "left"
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError):
+        pass
+    ended.at, ended.newest = time.monotonic(), versions.begun
+    if received and ended.how in ("whole", "lost", "left"):
+        _read(ended, words, received, stream=stream)
+    return ended
+
+
+def _read(ended: Ended, words: Words, received: bytes, *, stream: bool) -> None:
+    """Read what has come of an answer."""
+    if not stream:
+        if ended.how == "whole":
+            part = words.part(json.loads(received))
+            ended.how, ended.tokens, ended.spans = part.finish, part.tokens, part.spans
+        return
+    events = [event.removeprefix(b"data: ") for event in received.split(b"\n\n")[:-1]]
+    was_whole, done, finish = ended.how == "whole", False, ""
+    for event in filter(None, events):
+        assert not done, received
+        done = event == b"[DONE]"
+        document = {} if done else json.loads(event)
+        if "error" in document:
+            ended.how = document["error"].get("reason") or f"an event without a reason: {event!r}"
+        elif document:
+            part = words.part(document)
+            ended.tokens += part.tokens
+            ended.spans, finish = part.spans or ended.spans, part.finish or finish
+    if was_whole and ended.how == "whole":
+        assert done, received
+        ended.how = finish
+
+
+def update(
+    fleet: Fleet,
+    versions: Versions,
+    pauses: Sequence[str],
+    *,
+    during: Callable[[int], None] = lambda number: None,
+    after: Callable[[int], None] = lambda number: None,
+    **options: Any,
+) -> None:
+    """Publish every version but the first. ``during`` and ``after``: called with each update's number."""
+    with contextlib.closing(fleet.publisher("actor", trainer="port")) as publisher:
+        for number, label in enumerate(versions.labels[1:]):
+            versions.begun += 1
+            pause = pauses[number % len(pauses)]
+            pending = publisher.update_async(versions.models[label], version=label, pause=pause, **options)
+            during(number)
+            pending.wait()
+            versions.published = versions.begun
+            after(number)
+            time.sleep(BETWEEN_S)
+
+
+async def keep_calling(
+    words: Words,
+    versions: Versions,
+    addresses: Callable[[], Mapping[str, str]],
+    updates: Callable[[], None],
+    long: int = LONG,
+) -> list[Ended]:
+    """Call every address in turn, streamed and not, until the updates have ended. Return the ends.
+
+    ``long``: tokens of the requests whose callers leave.
+    """
+    updating = asyncio.create_task(asyncio.to_thread(updates))
+    ends: list[Ended] = []
+
+    async def calls(number: int) -> None:
+        async with aiohttp.ClientSession() as session:
+            for turn in itertools.count(number):
+                if updating.done():
+                    return
+                present = addresses()
+                target = sorted(present)[turn % len(present)]
+                leaves = 0 if turn % LEAVES else long
+                url, stream = present[target], turn // 3 % 2 == 0
+                ends.append(await call(session, words, versions, target, url, stream=stream, leaves=leaves))
+                if ends[-1].how == "lost":
+                    await asyncio.sleep(LEAVES_S)
+
+    try:
+        await asyncio.gather(*map(calls, range(CALLERS)))
+    finally:
+        await updating
+    return ends
+
+
+def counted(ends: Iterable[Ended]) -> Counter[tuple[str, str]]:
+    """Return the number of requests by target and end."""
+    return Counter((ended.target, ended.how) for ended in ends)
+
+
+def wait_until_idle(fleet: Fleet) -> None:
+    """Wait until the engines themselves report no request, LEFT_S at most."""
+    deadline = time.monotonic() + LEFT_S
+    while busy := {slot: count for slot, count in at_engines(fleet).items() if count}:
+        assert time.monotonic() < deadline, busy
+        time.sleep(0.2)
+
+
+def at_engines(fleet: Fleet) -> dict[str, int]:
+    """Return the number of requests at each engine, as the engine counts them."""
+    stages = fleet.call(GetLoadsRequest()).stage_results
+    loads = {stage.slot: stage.rank_results[0].loads for stage in stages}
+    return {slot: each.running + each.waiting for slot, each in loads.items()}
+
+
+async def run(fleet: Fleet, words: Words, model: Any, updates: int, pauses: Sequence[str]) -> None:
+    """Update a fleet that is at this model under load, and check every answer."""
+    first = fleet.status().models[0].latest.label
+    versions = Versions({first: model} | {f"port-{seed}": changed(model, seed=seed) for seed in range(updates)})
+    registrations = [stage.registration for stage in fleet.status().stages]
+    assert all(each.data_address for each in registrations)
+    addresses = {each.slot: f"http://{each.data_address}" for each in registrations}
+    ends = await keep_calling(words, versions, lambda: addresses, lambda: update(fleet, versions, pauses))
+    count = counted(ends)
+    assert {how for _, how in count} <= {"length", "abort", "left", "STAGE_NOT_SERVING", "CANCELLED"}, count
+    assert sum(number for (_, how), number in count.items() if how == "length") >= 2 * updates, count
+    for ended in ends:
+        ended.check(versions)
+    assert len({label for ended in ends for label, _, _ in ended.spans}) > updates // 2
+    wait_until_idle(fleet)
