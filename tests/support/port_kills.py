@@ -166,7 +166,7 @@ def until(condition: Callable[[], object]) -> None:
 async def run(kept: Kept, words: Words, tiny: Any, pauses: Sequence[str], product: str) -> None:
     """Update under load and kill; check every answer, and that the engines have no request left."""
     first = kept.client.status().models[0].latest.label
-    versions = Versions({first: tiny} | {f"step-{seed}": changed(tiny, seed=seed) for seed in range(UPDATES)})
+    versions = Versions({first: tiny} | {f"step-{seed}": changed(tiny, seed=seed) for seed in range(UPDATES)}, pauses)
     victims = {(index + 1) * BETWEEN_KILLS: what for index, what in enumerate(KILLS)}
     assert len({number % len(pauses) for number in victims}) == len(pauses)
 
@@ -180,7 +180,7 @@ async def run(kept: Kept, words: Words, tiny: Any, pauses: Sequence[str], produc
             kept.heal()
 
     def updates() -> None:
-        update(kept.client, versions, pauses, during=during, after=after, quorum=1, retries=2)
+        update(kept.client, versions, during=during, after=after, quorum=1, retries=2)
 
     ends = await keep_calling(words, versions, lambda: kept.addresses, updates, LONG)
     count = counted(ends)

@@ -109,11 +109,14 @@ class Versions:
     """Versions in the order of their updates.
 
     Attributes:
+        models: by label.
+        pauses: modes of the updates' pauses, in turn.
         begun: index of the newest version whose update has begun.
         published: index of the newest version whose update has ended.
     """
 
     models: dict[str, Any]
+    pauses: Sequence[str]
     begun: int = 0
     published: int = 0
     _next: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
@@ -121,6 +124,26 @@ class Versions:
     @property
     def labels(self) -> list[str]:
         return list(self.models)
+
+    def pause(self, number: int) -> str:
+        """Return the pause of the update from version ``number`` to the next."""
+        return self.pauses[number % len(self.pauses)]
+
+    def explain(self, tokens: Sequence[int], possible: Callable[[int], Iterable[int]]) -> bool:
+        """Return whether greedy tokens come from the versions that are possible at each place, in their order.
+
+        An entry of the KV cache that is older than its version would change the tokens after it.
+        """
+        oldest = {0}  # versions that the token before may have
+        for place, token in enumerate(tokens):
+            oldest = {
+                version
+                for version in possible(place)
+                if version >= min(oldest) and self.next(self.labels[version], tokens[:place]) == token
+            }
+            if not oldest:
+                return False
+        return True
 
     def next(self, label: str, tokens: Sequence[int]) -> int:
         """Return the greedy token of a version after the prompt and these tokens."""
@@ -130,18 +153,6 @@ class Versions:
                 logits = self.models[label](input_ids=torch.tensor([[*PROMPT, *tokens]])).logits
             self._next[key] = int(logits[0, -1].argmax())
         return self._next[key]
-
-    def explain(self, tokens: Sequence[int], labels: Sequence[str]) -> bool:
-        """Return whether each token is that of one of the versions, and no token is of an older one than before."""
-        possible = 0  # the oldest version that the token before may have
-        for place, token in enumerate(tokens):
-            made = [
-                index for index in range(possible, len(labels)) if self.next(labels[index], tokens[:place]) == token
-            ]
-            if not made:
-                return False
-            possible = made[0]
-        return True
 
 
 @dataclass
@@ -172,19 +183,18 @@ class Ended:
 
         Versions published before the begin are stale, also in the middle of an answer.
         """
-        labels = versions.labels[self.oldest : self.newest + 1]
-        assert not self.admitted or self.admitted in labels, self
+        served = range(self.oldest, self.newest + 1)
+        labels = versions.labels
+        assert not self.admitted or labels.index(self.admitted) in served, self
         if self.how != "length":
-            assert versions.explain(self.tokens[:TOKENS], labels), self
+            assert versions.explain(self.tokens[:TOKENS], lambda _: served), self
             return
         assert len(self.tokens) == TOKENS, self
         assert [0, *(end for _, _, end in self.spans)] == [*(start for _, start, _ in self.spans), TOKENS], self
-        order = [labels.index(label) for label, _, _ in self.spans]
-        assert order == sorted(order), self
-        assert self.spans[0][0] == self.admitted or labels.index(self.admitted) < order[0], self
-        for label, start, end in self.spans:
-            # An entry of the KV cache that is older than its version would change the tokens after it.
-            assert self.tokens[start:end] == [versions.next(label, self.tokens[:at]) for at in range(start, end)], self
+        said = [labels.index(label) for label, start, end in self.spans for _ in range(start, end)]
+        assert set(said) <= set(served), self
+        assert labels.index(self.admitted) <= said[0], self
+        assert versions.explain(self.tokens, lambda place: [said[place]]), self
 
 
 async def call(
@@ -251,7 +261,6 @@ def _read(ended: Ended, words: Words, received: bytes, *, stream: bool) -> None:
 def update(
     fleet: Fleet,
     versions: Versions,
-    pauses: Sequence[str],
     *,
     during: Callable[[int], None] = lambda number: None,
     after: Callable[[int], None] = lambda number: None,
@@ -261,7 +270,7 @@ def update(
     with contextlib.closing(fleet.publisher("actor", trainer="port")) as publisher:
         for number, label in enumerate(versions.labels[1:]):
             versions.begun += 1
-            pause = pauses[number % len(pauses)]
+            pause = versions.pause(number)
             pending = publisher.update_async(versions.models[label], version=label, pause=pause, **options)
             during(number)
             pending.wait()
@@ -327,11 +336,11 @@ def at_engines(fleet: Fleet) -> dict[str, int]:
 async def run(fleet: Fleet, words: Words, model: Any, updates: int, pauses: Sequence[str]) -> None:
     """Update a fleet that is at this model under load, and check every answer."""
     first = fleet.status().models[0].latest.label
-    versions = Versions({first: model} | {f"port-{seed}": changed(model, seed=seed) for seed in range(updates)})
+    versions = Versions({first: model} | {f"port-{seed}": changed(model, seed=seed) for seed in range(updates)}, pauses)
     registrations = [stage.registration for stage in fleet.status().stages]
     assert all(each.data_address for each in registrations)
     addresses = {each.slot: f"http://{each.data_address}" for each in registrations}
-    ends = await keep_calling(words, versions, lambda: addresses, lambda: update(fleet, versions, pauses))
+    ends = await keep_calling(words, versions, lambda: addresses, lambda: update(fleet, versions))
     count = counted(ends)
     assert {how for _, how in count} <= {"length", "abort", "left", "STAGE_NOT_SERVING", "CANCELLED"}, count
     assert sum(number for (_, how), number in count.items() if how == "length") >= 2 * updates, count

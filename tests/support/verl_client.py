@@ -52,6 +52,8 @@ def main() -> None:
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for adapter in (module.HttpServerAdapter, module.AsyncHttpServerAdapter):
+        adapter.__abstractmethods__ = frozenset()  # SGLang 0.5.23's engine has methods that verl 0.9.1 does not know
     given = {"launch_server": False, "model_path": checkpoint, "host": host, "port": int(port), "device": "cpu"}
     sampling = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
     blocking = module.HttpServerAdapter(**given)

@@ -307,8 +307,10 @@ class Commit:
         options = update.record.request.options
         commit = CommitUpdateRequest(version=update.record.plan.version, adapters=options.adapters)
         # A flush after a failed commit costs cache entries, and nothing else.
-        committed, *flushed = await update.in_order(update.step(commit, slots), *self._flushing(slots))
-        confirmed = await self._flushed(self._keep(slots, committed), flushed)
+        dropping, flushing = self._dropping(slots), self._flushing(slots)
+        steps = await update.in_order(*dropping, update.step(commit, slots), *flushing)
+        committed = steps.pop(len(dropping))
+        confirmed = await self._flushed(self._keep(slots, committed), steps)
         answers = [result for result in committed if result.outcome == OUTCOME_APPLIED]
         digest = ""
         if update.staged:
@@ -363,24 +365,33 @@ class Commit:
         failed = {result.slot for result in results if result.outcome != OUTCOME_APPLIED}
         return [slot for slot in slots if slot.name not in failed]
 
-    def _flushing(self, slots: Sequence[Slot]) -> list[Coroutine[Any, Any, list[StageResult]]]:
-        """Return the steps that drop all KV entries of the old weights."""
+    @property
+    def _drops_entries(self) -> bool:
+        """Whether the update drops all KV entries of the old weights."""
         options = self._update.record.request.options
-        if options.HasField("flush_cache") and not options.flush_cache:
+        return options.flush_cache or not options.HasField("flush_cache")
+
+    def _dropping(self, slots: Sequence[Slot]) -> list[Coroutine[Any, Any, list[StageResult]]]:
+        """Return the step, if any, after which frozen requests are computed again, with KV entries of the new weights.
+
+        It comes before the commit: SGLang takes a token that was in flight at the pause for one of the version at the
+        retract.
+        """
+        pause = self._update.record.request.options.pause
+        frozen = [slot for slot in slots if PAUSE_MODE_IN_PLACE in (pause, slot.report and slot.report.pause_mode)]
+        if not (frozen and self._drops_entries):
             return []
-        steps = []
-        frozen = [
-            slot for slot in slots if PAUSE_MODE_IN_PLACE in (options.pause, slot.report and slot.report.pause_mode)
-        ]
-        if frozen:
-            # Recompute frozen requests, which would otherwise continue with KV entries of the old weights.
-            steps.append(self._update.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), frozen))
-        steps.append(self._update.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)]))
-        return steps
+        return [self._update.step(PauseGenerationRequest(mode=PAUSE_MODE_RETRACT), frozen)]
+
+    def _flushing(self, slots: Sequence[Slot]) -> list[Coroutine[Any, Any, list[StageResult]]]:
+        """Return the step, if any, that drops the KV entries that no request uses."""
+        if not self._drops_entries:
+            return []
+        return [self._update.step(FlushCacheRequest(), [slot for slot in slots if _has_cache(slot)])]
 
     async def _flushed(self, slots: list[Slot], results: Sequence[Sequence[StageResult]]) -> list[Slot]:
-        """Return the slots that have run all steps of :meth:`_flushing`, and quarantine the other slots. The state of a
-        stage after a successful commit does not prevent service.
+        """Return the slots that have dropped their KV entries, and quarantine the other slots. The state of a stage
+        after a successful commit does not prevent service.
         """
         flat = [result for step in results for result in step]
         failed = {r.slot: from_detail(r.error) for r in flat if r.outcome != OUTCOME_APPLIED}
