@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,11 +62,13 @@ class Words:
     Attributes:
         body: body of a request, for a number of tokens.
         part: reads one document of an answer.
+        salt: field of a cache salt.
     """
 
     path: str
     body: Callable[[int], dict[str, Any]]
     part: Callable[[Any], Part]
+    salt: str
 
 
 def _spans(spans: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, int, int]]:
@@ -93,6 +96,7 @@ SGLANG = Words(
         "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
     },
     _of_sglang,
+    "extra_key",
 )
 VLLM = Words(
     "/inference/v1/generate",
@@ -101,7 +105,12 @@ VLLM = Words(
         "sampling_params": {"max_tokens": count, "temperature": 0.0, "ignore_eos": True},
     },
     _of_vllm,
+    "cache_salt",
 )
+
+
+Entries = tuple[tuple[int, int], ...]
+"""KV entries of a sequence, from its begin: index of the version that has computed them, and their end."""
 
 
 @dataclass
@@ -111,15 +120,17 @@ class Versions:
     Attributes:
         models: by label.
         pauses: modes of the updates' pauses, in turn.
+        flush: the updates drop all KV entries of the versions before.
         begun: index of the newest version whose update has begun.
         published: index of the newest version whose update has ended.
     """
 
     models: dict[str, Any]
     pauses: Sequence[str]
+    flush: bool = True
     begun: int = 0
     published: int = 0
-    _next: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    _tokens: dict[tuple[Entries, tuple[int, ...]], int] = field(default_factory=dict)
 
     @property
     def labels(self) -> list[str]:
@@ -132,27 +143,39 @@ class Versions:
     def explain(self, tokens: Sequence[int], possible: Callable[[int], Iterable[int]]) -> bool:
         """Return whether greedy tokens come from the versions that are possible at each place, in their order.
 
-        An entry of the KV cache that is older than its version would change the tokens after it.
+        An entry of the KV cache that is older than its version would change the tokens after it. Only frozen requests
+        of updates without a flush have such entries.
         """
-        oldest = {0}  # versions that the token before may have
+        entries: set[Entries] = {((version, len(PROMPT)),) for version in possible(0)}
         for place, token in enumerate(tokens):
-            oldest = {
-                version
-                for version in possible(place)
-                if version >= min(oldest) and self.next(self.labels[version], tokens[:place]) == token
-            }
-            if not oldest:
-                return False
-        return True
+            if place:
+                entries = {
+                    after for each in entries for version in possible(place) for after in self._step(each, version)
+                }
+            entries = {each for each in entries if self._token(each, tokens[:place]) == token}
+        return bool(entries)
 
-    def next(self, label: str, tokens: Sequence[int]) -> int:
-        """Return the greedy token of a version after the prompt and these tokens."""
-        key = label, tuple(tokens)
-        if key not in self._next:
-            with torch.no_grad():
-                logits = self.models[label](input_ids=torch.tensor([[*PROMPT, *tokens]])).logits
-            self._next[key] = int(logits[0, -1].argmax())
-        return self._next[key]
+    def _step(self, entries: Entries, version: int) -> Iterable[Entries]:
+        """Return the entries after a version's step over the last token: none for a version older than the entries."""
+        last, end = entries[-1]
+        if version < last:
+            return []
+        if version == last:
+            return [(*entries[:-1], (last, end + 1))]
+        frozen = all(self.pause(number) == "in_place" for number in range(last, version))
+        return [(*(entries if frozen and not self.flush else ()), (version, end + 1))]
+
+    def _token(self, entries: Entries, tokens: Sequence[int]) -> int:
+        """Return the greedy token after the prompt and these tokens, with KV entries of these versions."""
+        key = entries, tuple(tokens)
+        if key not in self._tokens:
+            ids, start, cache = torch.tensor([[*PROMPT, *tokens]]), 0, None
+            for version, end in entries:
+                with torch.no_grad():
+                    output = self.models[self.labels[version]](input_ids=ids[:, start:end], cache=cache, use_cache=True)
+                start, cache = end, output.cache
+            self._tokens[key] = int(output.logits[0, -1].argmax())
+        return self._tokens[key]
 
 
 @dataclass
@@ -210,6 +233,8 @@ async def call(
     """Send one request. ``leaves``: the number of tokens of a request whose caller leaves."""
     ended = Ended(target, "lost", time.monotonic(), 0.0, versions.published, 0)
     body = {**words.body(leaves or TOKENS), "stream": stream}
+    if not versions.flush:
+        body[words.salt] = secrets.token_hex(8)  # no prompt has entries of another request, which may be older
     received = b""
     try:
         async with asyncio.timeout(LEAVES_S if leaves else TRIED_S):
@@ -271,7 +296,9 @@ def update(
         for number, label in enumerate(versions.labels[1:]):
             versions.begun += 1
             pause = versions.pause(number)
-            pending = publisher.update_async(versions.models[label], version=label, pause=pause, **options)
+            pending = publisher.update_async(
+                versions.models[label], version=label, pause=pause, flush=versions.flush, **options
+            )
             during(number)
             pending.wait()
             versions.published = versions.begun
@@ -333,10 +360,14 @@ def at_engines(fleet: Fleet) -> dict[str, int]:
     return {slot: each.running + each.waiting for slot, each in loads.items()}
 
 
-async def run(fleet: Fleet, words: Words, model: Any, updates: int, pauses: Sequence[str]) -> None:
+async def run(
+    fleet: Fleet, words: Words, model: Any, updates: int, pauses: Sequence[str], *, flush: bool = True
+) -> None:
     """Update a fleet that is at this model under load, and check every answer."""
     first = fleet.status().models[0].latest.label
-    versions = Versions({first: model} | {f"port-{seed}": changed(model, seed=seed) for seed in range(updates)}, pauses)
+    versions = Versions(
+        {first: model} | {f"{pauses[0]}-{seed}": changed(model, seed=seed) for seed in range(updates)}, pauses, flush
+    )
     registrations = [stage.registration for stage in fleet.status().stages]
     assert all(each.data_address for each in registrations)
     addresses = {each.slot: f"http://{each.data_address}" for each in registrations}

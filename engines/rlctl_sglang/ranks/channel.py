@@ -18,6 +18,9 @@ TARGET = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeigh
 PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """The SGLang method that ends each round of a paused scheduler's loop, and that the plug-in hooks."""
 
+NEW_LABEL = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
+"""The SGLang method that takes a new label of the weights, and that the plug-in hooks."""
+
 ABSENT = (
     "rlctl's plug-in does not run in SGLang's ranks: rlctl is not installed beside SGLang, or SGLANG_PLUGINS excludes "
     f"it, or this SGLang has no {TARGET}"

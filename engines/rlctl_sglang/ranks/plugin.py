@@ -12,21 +12,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlctl_sglang.ranks.channel import ACTION, PAUSED_ROUND, TARGET
+from rlctl_sglang.ranks.channel import ACTION, NEW_LABEL, PAUSED_ROUND, TARGET
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hook SGLang's weights checker and the loop of a paused scheduler.
+    """Hook SGLang's weights checker, the loop of a paused scheduler, and the change of the label.
 
     SGLang logs a missing target. Without the checker, the ranks do not answer. Without the loop, a paused scheduler
-    polls its sockets without a wait.
+    polls its sockets without a wait. Without the label, a token can have the name of the version after its own.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, Hook(), HookType.AROUND)
     HookRegistry.register(PAUSED_ROUND, sleep_until_message, HookType.AFTER)
+    HookRegistry.register(NEW_LABEL, count_in_flight, HookType.AROUND)
 
 
 def sleep_until_message(_: None, scheduler: Any) -> None:
@@ -38,6 +39,37 @@ def sleep_until_message(_: None, scheduler: Any) -> None:
     sleeper = getattr(scheduler, "idle_sleeper", None)
     if sleeper is not None:
         sleeper.maybe_sleep()
+
+
+def count_in_flight(record: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Let SGLang end the old version's span at the tokens that the old weights have computed.
+
+    After a pause in place, the last token of a request still waits among the scheduler's results. SGLang counts only
+    the tokens before it, and would give it the new label.
+    """
+    try:
+        requests = _in_flight(scheduler)
+    except Exception:
+        log.exception("rlctl: tokens in flight are not counted")
+        requests = []
+    for request in requests:
+        request.output_ids.append(0)
+    try:
+        record(scheduler, *args, **kwargs)
+    finally:
+        for request in requests:
+            request.output_ids.pop()
+
+
+def _in_flight(scheduler: Any) -> list[Any]:
+    """Return the requests of which one computed token is not processed yet. With speculative decoding it may be more
+    than one token, so no request is returned.
+    """
+    if not scheduler.spec_algorithm.is_none():
+        return []
+    batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+    # The rest of a prompt's chunks come after the pause.
+    return [request for batch in batches for request in batch.reqs if request is not scheduler.chunked_req]
 
 
 class Hook:
