@@ -21,6 +21,9 @@ PAUSED_ROUND = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_
 NEW_LABEL = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 """The SGLang method that takes a new label of the weights, and that the plug-in hooks."""
 
+RETRACTED = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
+"""The SGLang method that drops what a retracted request has computed beside its tokens, and that the plug-in hooks."""
+
 ABSENT = (
     "rlctl's plug-in does not run in SGLang's ranks: rlctl is not installed beside SGLang, or SGLANG_PLUGINS excludes "
     f"it, or this SGLang has no {TARGET}"

@@ -6,28 +6,30 @@ nothing, and the wait of a paused scheduler is SGLang's own. The route of rlctl'
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlctl_sglang.ranks.channel import ACTION, NEW_LABEL, PAUSED_ROUND, TARGET
+from rlctl_sglang.ranks.channel import ACTION, NEW_LABEL, PAUSED_ROUND, RETRACTED, TARGET
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hook SGLang's weights checker, the loop of a paused scheduler, and the change of the label.
+    """Hook SGLang's weights checker, the loop of a paused scheduler, the change of the label, and retractions.
 
     SGLang logs a missing target. Without the checker, the ranks do not answer. Without the loop, a paused scheduler
-    polls its sockets without a wait. Without the label, a token can have the name of the version after its own.
+    polls its sockets without a wait. Without the label and retractions, a token can have the name of another version.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, Hook(), HookType.AROUND)
     HookRegistry.register(PAUSED_ROUND, sleep_until_message, HookType.AFTER)
     HookRegistry.register(NEW_LABEL, count_in_flight, HookType.AROUND)
+    HookRegistry.register(RETRACTED, forget_in_flight, HookType.AFTER)
 
 
 def sleep_until_message(_: None, scheduler: Any) -> None:
@@ -47,17 +49,17 @@ def count_in_flight(record: Callable[..., None], scheduler: Any, *args: Any, **k
     After a pause in place, the last token of a request still waits among the scheduler's results. SGLang counts only
     the tokens before it, and would give it the new label.
     """
+    counted = []
     try:
-        requests = _in_flight(scheduler)
+        for request in _in_flight(scheduler):
+            request.output_ids.append(0)
+            counted.append(request)
     except Exception:
         log.exception("rlctl: tokens in flight are not counted")
-        requests = []
-    for request in requests:
-        request.output_ids.append(0)
     try:
         record(scheduler, *args, **kwargs)
     finally:
-        for request in requests:
+        for request in counted:
             request.output_ids.pop()
 
 
@@ -67,9 +69,28 @@ def _in_flight(scheduler: Any) -> list[Any]:
     """
     if not scheduler.spec_algorithm.is_none():
         return []
-    batches = [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+    # On MLX the results have another form, and are not counted.
+    batches = [result[0] for result in getattr(scheduler, "result_queue", ()) if isinstance(result, tuple)]
     # The rest of a prompt's chunks come after the pause.
     return [request for batch in batches for request in batch.reqs if request is not scheduler.chunked_req]
+
+
+def forget_in_flight(_: None, request: Any) -> None:
+    """Let the old version's span of a retracted request end at the tokens that the request has.
+
+    SGLang drops the token in flight of a request that it retracts for want of memory, and computes the token again.
+    """
+    try:
+        if request.input_embeds is not None:
+            return  # SGLang itself cuts the spans, at the tokens that it has sent
+        count = len(request.output_ids)
+        request.weight_version_events = [
+            dataclasses.replace(event, num_output_tokens=min(event.num_output_tokens, count))
+            for event in request.weight_version_events
+            if count
+        ]
+    except Exception:
+        log.exception("rlctl: a token in flight is not forgotten")
 
 
 class Hook:

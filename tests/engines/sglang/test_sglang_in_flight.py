@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rlctl_sglang.ranks.plugin import count_in_flight
+from rlctl_sglang.ranks.plugin import count_in_flight, forget_in_flight
 
 
 def request(*tokens: int) -> Any:
@@ -54,6 +55,26 @@ def test_an_unknown_number_of_tokens_is_not_counted() -> None:
 def test_another_sglang_records_its_label_all_the_same() -> None:
     running = request(1)
     assert recorded(SimpleNamespace(), running) == [1]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """SGLang's ``WeightVersionEvent``."""
+
+    old_version: str
+    num_output_tokens: int
+
+
+@pytest.mark.parametrize(
+    ("tokens", "embeds", "kept"),
+    [((1, 2), None, [2, 2]), ((1, 2, 3), None, [2, 3]), ((), None, []), ((), [0.5], [2, 3])],
+)
+def test_a_retracted_request_has_no_token_in_flight(tokens: tuple[int, ...], embeds: Any, kept: list[int]) -> None:
+    retracted = request(*tokens)
+    retracted.input_embeds = embeds
+    retracted.weight_version_events = [Event("a", 2), Event("b", 3)]
+    forget_in_flight(None, retracted)
+    assert [event.num_output_tokens for event in retracted.weight_version_events] == kept
 
 
 def test_a_failed_record_leaves_the_tokens_as_they_were() -> None:
