@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def launched(vllm: str, tiny: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedFleet]:
-    """A fleet of one server without adapters: with room for adapters, vLLM gives no log probabilities of a prompt."""
+    """A fleet of one server without adapters: with adapters on a CPU, rlctl refuses log probabilities of a prompt."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(client_runs.TEMPLATE)
     options = {"allowed_roots": str(tmp_path_factory.getbasetemp()), "chat_template": str(template)}

@@ -111,8 +111,9 @@ class Reader:
         With ``echo``, vLLM computes those of the prompt wherever it computes those of the output, and in every chat.
         """
         for fields in objects:
-            if fields.get("prompt_logprobs") is not None:
-                self._limits.refuse_prompt_logprobs("prompt_logprobs")
+            for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+                if fields.get(name) is not None:
+                    self._limits.refuse_prompt_logprobs(name)
             if fields.get("echo") and (fields.get("logprobs") is not None or "messages" in fields):
                 self._limits.refuse_prompt_logprobs("echo")
 

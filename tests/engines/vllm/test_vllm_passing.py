@@ -100,6 +100,11 @@ async def test_a_route_without_the_gate_takes_the_names_of_the_fleet(
         ("/v1/chat/completions", {"messages": [], "echo": True}, "echo"),
         ("/v1/chat/completions", {"messages": [], "logprobs": True, "top_logprobs": 2}, ""),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 2}}, "prompt_logprobs"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"prompt_logprob_token_ids": [2]}},
+            "prompt_logprob_token_ids",
+        ),
     ],
 )
 def test_log_probabilities_of_a_prompt_are_refused_where_they_end_the_server(
