@@ -77,9 +77,8 @@ class Under:
         """Load a checkpoint, letting single steps through where a command of the update waits for one to end."""
         request = UpdateWeightsFromDiskRequest(model_path=path, weight_version="new", options=UpdateOptions(**options))
         updating = asyncio.ensure_future(self.fleet.stub.UpdateWeightsFromDisk(request))
-        drains = options.get("pause") == PAUSE_MODE_DRAIN
         while not updating.done():
-            if drains or self.engine._commands.waiting:
+            if self.engine._rank.draining or self.engine._commands.waiting:
                 self.gate.let_go()
             await asyncio.sleep(0.001)
         return await updating  # type: ignore[no-any-return]
