@@ -1,4 +1,4 @@
-"""The end of an update: complete at every target, flush, verify, publish, admit, resume.
+"""The end of an update: retract, complete at every target, flush, verify, publish, admit, resume.
 
 No stage serves a version before the publish. After the publish the update always finishes, except at a restart of the
 coordinator, which ends the operation UNKNOWN and keeps the version.
@@ -302,11 +302,14 @@ class Commit:
         return self._keep(slots, [result for result in paused if result.outcome != OUTCOME_APPLIED])
 
     async def _complete(self, slots: Sequence[Slot], levels: Levels, expected: Expected) -> tuple[list[Slot], str]:
-        """Commit, flush and verify targets. Returns the targets that confirmed, and their common digest or ""."""
+        """Retract, commit, flush and verify targets.
+
+        Returns the targets that confirmed, and their common digest or "".
+        """
         update = self._update
         options = update.record.request.options
         commit = CommitUpdateRequest(version=update.record.plan.version, adapters=options.adapters)
-        # A flush after a failed commit costs cache entries, and nothing else.
+        # A retract or flush beside a failed commit costs KV entries, and nothing else.
         dropping, flushing = self._dropping(slots), self._flushing(slots)
         steps = await update.in_order(*dropping, update.step(commit, slots), *flushing)
         committed = steps.pop(len(dropping))
