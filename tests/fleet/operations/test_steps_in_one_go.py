@@ -52,17 +52,20 @@ async def test_each_stage_carries_them_out_in_order(fleet: InProcessFleet, pause
         "pause_generation",
         "prepare_update",
         "update_weights_from_distributed",
-        "commit_update",
         *again,
+        "commit_update",
         "flush_cache",
         "check_weights",
         "continue_generation",
     ]
 
 
-async def test_a_flush_beside_a_commit_that_fails_changes_nothing_of_the_outcome(fleet: InProcessFleet) -> None:
+@pytest.mark.parametrize("pause", [common.PAUSE_MODE_RETRACT, common.PAUSE_MODE_IN_PLACE])
+async def test_a_flush_beside_a_commit_that_fails_changes_nothing_of_the_outcome(
+    fleet: InProcessFleet, pause: int
+) -> None:
     fault(fleet, 0, 1, "commit_update", Reason.WEIGHTS_INCOMPLETE.error("one is missing", outcome=OUTCOME_REJECTED))
-    plan = await begin(fleet, options=v.UpdateOptions(pause=common.PAUSE_MODE_RETRACT))
+    plan = await begin(fleet, options=v.UpdateOptions(pause=pause))
     await join(fleet, plan)
     await write(fleet, plan, "w1")
     operation = await commit(fleet, plan, digest("w1"))
