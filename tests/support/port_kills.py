@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from port_load import (
     update,
     wait_until_idle,
 )
+from yarl import URL
 
 from rlctl.contract.errors import RlctlError
 from rlctl.demo import tiny as tiny_
@@ -47,7 +49,7 @@ LEAVING = 6
 
 POSITIONS = 16_384
 LONG = 12_000
-"""Tokens of a request whose caller leaves. Such a request would run for a quarter of a minute or longer."""
+"""Tokens of a request that its caller closes early. To its end, it would run for 15 s or longer."""
 
 ENDED = {
     *("length", "abort", "left", "lost"),
@@ -69,11 +71,13 @@ class Kill:
 
     Attributes:
         process: name of the process: of a stage, or of the gateway.
+        before: identity of the process before the kill, see :meth:`Kept.identity`.
         at: when, on the monotonic clock.
         healed: when the fleet was complete again.
     """
 
     process: str
+    before: int
     at: float
     healed: float = float("inf")
 
@@ -109,7 +113,8 @@ class Kept:
     def ready(self) -> bool:
         self.note()
         stages = self.client.status().stages
-        return len(self.addresses) == 3 and all(stage.state == STAGE_STATE_READY for stage in stages)
+        ready = len(self.addresses) == 3 and all(stage.state == STAGE_STATE_READY for stage in stages)
+        return ready and _accepts(self.addresses["gateway"])
 
     def kill(self, what: str, product: str) -> None:
         """Kill a process, or the server below a stage's process."""
@@ -117,13 +122,27 @@ class Kept:
         process = psutil.Process(self.up.process(stage).pid)
         if stage != what:
             (process,) = (child for child in process.children() if product in " ".join(child.cmdline()))
-        self.kills.append(Kill(what, time.monotonic()))
+        self.kills.append(Kill(what, self.identity(stage), time.monotonic()))
         os.kill(process.pid, signal.SIGKILL)
 
+    def identity(self, process: str) -> int:
+        """Return the incarnation of a stage, or the process id of the gateway; 0 while it is absent.
+
+        A restart changes both.
+        """
+        stages = {stage.registration.slot: stage.incarnation for stage in self.client.status().stages}
+        pids = {each.name: each.pid for each in self.up.processes}
+        return stages.get(process, 0) if process != "gateway-actor" else pids.get(process, 0)
+
     def heal(self) -> None:
-        """Wait until the fleet is complete again."""
-        until(lambda: self.ready)
-        self.kills[-1].healed = time.monotonic()
+        """Wait until the killed process has its successor, and the fleet is complete.
+
+        A fleet is complete for a moment after the kill: the coordinator has not noticed the end of the process.
+        """
+        kill = self.kills[-1]
+        stage = kill.process.removeprefix("server of ")
+        until(lambda: self.ready and self.identity(stage) not in (0, kill.before))
+        kill.healed = time.monotonic()
 
     def died(self, ended: Ended) -> bool:
         """Return whether the process that a request was sent to was killed before the request's end."""
@@ -152,6 +171,16 @@ def kept_fleet(
         finally:
             kept.done.set()
             supervisor.join()
+
+
+def _accepts(url: str) -> bool:
+    """Return whether a server accepts connections."""
+    address = URL(url)
+    try:
+        socket.create_connection((address.host, address.port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def until(condition: Callable[[], object]) -> None:
