@@ -116,8 +116,8 @@ class VLLMEngine(ServerEngine):
         )
         await self._take_over(self._start_call())
         self._readable = bool(digest)
-        # At an attached server, requests of other callers would be answered while a probe lifts the pause. A probe
-        # computes beside paused requests.
+        # A probe lifts the pause. An attached server would then answer requests of other callers, and some servers end
+        # on log probabilities of a prompt beside a paused request.
         self._prober = (
             Prober(self._control, self._state, self._requests, self._limits, self.turn)
             if self._server.launched and not facts.no_prompt_logprobs

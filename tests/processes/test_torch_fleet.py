@@ -96,9 +96,8 @@ def test_what_one_update_had_time_for_limits_no_later_one_over_its_groups(fleet:
         publisher.update(changed(tiny[0], seed=29), version="timed")
         limit_s = max(2.0, 10 * (time.monotonic() - started))  # a busy machine needs more
         publisher.update(changed(tiny[0], seed=30), version="quick", deadline_s=limit_s)
-        slow = Halfway(
-            changed(tiny[0], seed=31), lambda: time.sleep(limit_s + 0.5)
-        )  # longer than the limit of the update before
+        # Longer than the limit of the update before.
+        slow = Halfway(changed(tiny[0], seed=31), lambda: time.sleep(limit_s + 0.5))
         result = publisher.update(slow, version="slow")
     assert digests(fleet) == {result.model_digest}
 

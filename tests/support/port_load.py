@@ -28,11 +28,11 @@ PROMPT = encode("1+2=")
 TOKENS = 24
 CALLERS = 6
 LEAVES = 7
-"""One of so many requests is long, and its caller leaves."""
+"""One of so many requests is long, and is closed early."""
 
 LEAVES_S = 0.2
 LONG = 400
-"""Tokens of a request whose caller leaves."""
+"""Tokens of a request that its caller closes early."""
 
 BETWEEN_S = 0.3
 LEFT_S = 10.0
@@ -121,8 +121,8 @@ class Versions:
         models: by label.
         pauses: modes of the updates' pauses, in turn.
         flush: the updates drop all KV entries of the versions before.
-        begun: index of the newest version whose update has begun.
-        published: index of the newest version whose update has ended.
+        begun: index of the version of the newest update.
+        published: index of the version of the newest update that has ended.
     """
 
     models: dict[str, Any]
@@ -186,8 +186,8 @@ class Ended:
         how: "length" or "abort", as the server says; a reason of rlctl's; "left", by its caller; or "lost", without an
             answer, or with a part of one and no error.
         sent: when, on the monotonic clock.
-        oldest: index of the newest version that was published when the request was sent.
-        newest: index of the newest version whose update had begun when the request ended.
+        oldest: :attr:`Versions.published` at the begin of the request.
+        newest: :attr:`Versions.begun` at the end of the request.
         admitted: label in the head of the answer.
     """
 
@@ -230,7 +230,7 @@ async def call(
     stream: bool,
     leaves: int = 0,
 ) -> Ended:
-    """Send one request. ``leaves``: the number of tokens of a request whose caller leaves."""
+    """Send one request. ``leaves``: number of tokens if the connection is closed early; 0: wait for the end."""
     ended = Ended(target, "lost", time.monotonic(), 0.0, versions.published, 0)
     body = {**words.body(leaves or TOKENS), "stream": stream}
     if not versions.flush:
@@ -315,7 +315,7 @@ async def keep_calling(
 ) -> list[Ended]:
     """Call every address in turn, streamed and not, until the updates have ended. Return the ends.
 
-    ``long``: tokens of the requests whose callers leave.
+    ``long``: tokens of the requests that are closed early.
     """
     updating = asyncio.create_task(asyncio.to_thread(updates))
     ends: list[Ended] = []

@@ -64,8 +64,9 @@ def count_in_flight(record: Callable[..., None], scheduler: Any, *args: Any, **k
 
 
 def _in_flight(scheduler: Any) -> list[Any]:
-    """Return the requests of which one computed token is not processed yet. With speculative decoding it may be more
-    than one token, so no request is returned.
+    """Return the requests with one computed token that is not processed yet.
+
+    With speculative decoding the number of such tokens is unknown, so no request is returned.
     """
     if not scheduler.spec_algorithm.is_none():
         return []
@@ -84,10 +85,9 @@ def forget_in_flight(_: None, request: Any) -> None:
         if request.input_embeds is not None:
             return  # SGLang itself cuts the spans, at the tokens that it has sent
         count = len(request.output_ids)
+        events = request.weight_version_events if count else ()
         request.weight_version_events = [
-            dataclasses.replace(event, num_output_tokens=min(event.num_output_tokens, count))
-            for event in request.weight_version_events
-            if count
+            dataclasses.replace(event, num_output_tokens=min(event.num_output_tokens, count)) for event in events
         ]
     except Exception:
         log.exception("rlctl: a token in flight is not forgotten")

@@ -377,8 +377,7 @@ class Commit:
     def _dropping(self, slots: Sequence[Slot]) -> list[Coroutine[Any, Any, list[StageResult]]]:
         """Return the step, if any, after which frozen requests are computed again, with KV entries of the new weights.
 
-        It comes before the commit: SGLang takes a token that was in flight at the pause for one of the version at the
-        retract.
+        It comes before the commit, because SGLang names a token in flight by the label at the retract.
         """
         pause = self._update.record.request.options.pause
         frozen = [slot for slot in slots if PAUSE_MODE_IN_PLACE in (pause, slot.report and slot.report.pause_mode)]

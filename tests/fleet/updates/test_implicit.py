@@ -376,16 +376,7 @@ async def test_requests_that_were_frozen_by_name_are_computed_anew(fleet: InProc
     frozen._running["frozen"] = asyncio.Event()
     await pause(fleet, "IN_PLACE")
     assert (await write(fleet, "w1", options=v.UpdateOptions())).state == OPERATION_STATE_OK
-    calls: list[str] = []
-
-    async def note(engine: FakeEngine, name: str, _: Call) -> None:
-        if engine is frozen:
-            calls.append(name)
-
-    fake_engine.FAULTS[frozen.config.model_path, 0] = note
     ended = await end(fleet)
-    # After the commit, SGLang would name the token in flight by the new version.
-    assert calls[:3] == ["pause_generation", "commit_update", "flush_cache"]
     assert ended.state == OPERATION_STATE_OK, ended.error
     assert states(fleet) == [PAUSED, PAUSED], "it is still paused by name"
     assert frozen._paused == common.PAUSE_MODE_RETRACT
